@@ -13,12 +13,19 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
+from relayquant.formats.readers.elu import emit_elu, scalar
 from relayquant.formats.readers.onnx.frontend import run_widened
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.rewrite.graph import constant_value
 
 #: Unsigned integers have no sign bit, so a shift by their width or more leaves 0.
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
+
+#: Default attributes of Selu.
+SELU_ALPHA, SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
+
+#: From here on Mish(x) is x, in float64 too.
+MISH_IS_X = 20.0
 
 
 def dtype_of(value: relax.Expr) -> str:
@@ -36,7 +43,7 @@ def convert_mod(
     """
     left, right = inputs
     dtype = dtype_of(left)
-    if not dtype.startswith("float"):
+    if "float" not in dtype:
         return None
     rest = bb.emit(relax.op.mod(left, right))
     if attrs.get("fmod", 0):
@@ -53,7 +60,7 @@ def convert_shrink(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
     """Convert Shrink of integers in float64. TVM makes integers of lambd, -lambd and bias."""
-    if dtype_of(inputs[0]).startswith("float"):
+    if "float" in dtype_of(inputs[0]):
         return None
     return run_widened("float64", "Shrink", bb, inputs, attrs, opset)
 
@@ -132,9 +139,47 @@ def _halve_exponentials(
     data: relax.Expr,
     join: Callable[[relax.Expr, relax.Expr], relax.Expr],
 ) -> relax.Expr:
-    up = bb.emit(relax.op.exp(data))
-    down = bb.emit(relax.op.exp(bb.emit(relax.op.negative(data))))
-    return bb.emit(relax.op.multiply(bb.emit(join(up, down)), relax.const(0.5, dtype_of(data))))
+    """Emit join(e^x, e^-x) / 2. e^x overflows before its half does, so e^(x / 2) is squared."""
+    half = relax.const(0.5, dtype_of(data))
+    near = bb.emit(relax.op.multiply(data, half))
+    terms = []
+    for each in (near, bb.emit(relax.op.negative(near))):
+        root = bb.emit(relax.op.exp(each))
+        terms.append(bb.emit(relax.op.multiply(bb.emit(relax.op.multiply(root, half)), root)))
+    return bb.emit(join(*terms))
+
+
+def convert_selu(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Convert Selu to gamma * Elu. TVM supports it in float32 only."""
+    curve = emit_elu(bb, inputs[0], float(attrs.get("alpha", SELU_ALPHA)))
+    return relax.op.multiply(curve, scalar(float(attrs.get("gamma", SELU_GAMMA)), curve))
+
+
+def convert_thresholded_relu(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Convert ThresholdedRelu. TVM multiplies by 0, which makes NaN of infinities, in float32
+    only.
+    """
+    (data,) = inputs
+    above = bb.emit(relax.op.greater(data, scalar(float(attrs.get("alpha", 1.0)), data)))
+    return relax.op.where(above, data, scalar(0.0, data))
+
+
+def convert_mish(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Convert Mish, x * tanh(log(1 + e^x)), to x * (w / (w + 2)) with w = e^x * (e^x + 2).
+
+    Nothing cancels, unlike in 1 + e^x. The factor is 1 for large x, so e^x need not overflow.
+    """
+    (data,) = inputs
+    power = bb.emit(relax.op.exp(bb.emit(relax.op.minimum(data, scalar(MISH_IS_X, data)))))
+    square = bb.emit(relax.op.multiply(power, bb.emit(relax.op.add(power, scalar(2.0, data)))))
+    share = bb.emit(relax.op.divide(square, bb.emit(relax.op.add(square, scalar(2.0, data)))))
+    return relax.op.multiply(data, share)
 
 
 def convert_pow(
@@ -148,13 +193,13 @@ def convert_pow(
     """
     base, exponent = inputs
     kinds = dtype_of(base), dtype_of(exponent)
-    if all(kind.startswith("float") for kind in kinds):
+    if all("float" in kind for kind in kinds):
         if kinds[0] == kinds[1]:
             return None
         return relax.op.power(base, bb.emit(relax.op.astype(exponent, kinds[0])))
-    if kinds[0].startswith("float"):
+    if "float" in kinds[0]:
         return relax.op.power(base, bb.emit(relax.op.astype(exponent, kinds[0])))
-    if kinds[1].startswith("float"):
+    if "float" in kinds[1]:
         wide = [bb.emit(relax.op.astype(value, "float64")) for value in (base, exponent)]
         return relax.op.astype(bb.emit(relax.op.power(*wide)), kinds[0])
     array = constant_value(exponent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm import relax
@@ -18,6 +18,23 @@ def run_frontend(
 ) -> relax.Expr:
     converter = FRONTEND._get_convert_map()[name].get_converter(opset)
     return converter(bb, FRONTEND.onnx_input(inputs), attrs, [{}, {}])
+
+
+def round_once(convert: Callable[..., relax.Expr]) -> Callable[..., relax.Expr]:
+    """Return a conversion that computes float16 and bfloat16 in float32, for an operator of several
+    steps, each of which would round.
+    """
+
+    def convert_widened(
+        bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    ) -> relax.Expr:
+        dtype = str(inputs[0].ty.dtype)
+        if dtype not in ("float16", "bfloat16"):
+            return convert(bb, inputs, attrs, opset)
+        wide = [bb.emit(relax.op.astype(each, "float32")) for each in inputs]
+        return relax.op.astype(bb.emit(convert(bb, wide, attrs, opset)), dtype)
+
+    return convert_widened
 
 
 def sum_in_float32(

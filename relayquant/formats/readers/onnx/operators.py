@@ -27,10 +27,13 @@ from relayquant.formats.readers.onnx.arithmetic import (
     convert_cosh,
     convert_dropout,
     convert_is_inf,
+    convert_mish,
     convert_mod,
     convert_pow,
+    convert_selu,
     convert_shrink,
     convert_sinh,
+    convert_thresholded_relu,
 )
 from relayquant.formats.readers.onnx.broadcast import convert_expand, list_sizes
 from relayquant.formats.readers.onnx.convolutions import (
@@ -38,7 +41,7 @@ from relayquant.formats.readers.onnx.convolutions import (
     convert_conv_transpose,
 )
 from relayquant.formats.readers.onnx.einsum import convert_einsum
-from relayquant.formats.readers.onnx.frontend import sum_in_float32
+from relayquant.formats.readers.onnx.frontend import round_once, run_frontend, sum_in_float32
 from relayquant.formats.readers.onnx.indexing import (
     convert_gather,
     convert_gather_elements,
@@ -152,14 +155,14 @@ def convert_clip(
 def convert_elu(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Convert Elu to max(x, 0) + min(alpha * (exp(x) - 1), 0). TVM supports it in float32 only."""
+    """Convert Elu by `emit_elu`. TVM supports it in float32 only."""
     return emit_elu(bb, inputs[0], float(attrs.get("alpha", 1.0)))
 
 
 def convert_celu(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Convert Celu, which TVM lacks, to max(x, 0) + min(alpha * (exp(x / alpha) - 1), 0)."""
+    """Convert Celu, which TVM lacks, by `emit_elu`."""
     alpha = float(attrs.get("alpha", 1.0))
     return emit_elu(bb, inputs[0], alpha, 1.0 / alpha)
 
@@ -245,10 +248,10 @@ def _fold_pairs(
 OPERATORS: dict[str, Convert] = {
     **{name: functools.partial(convert_reduction, name) for name in REDUCTIONS},
     "AveragePool": convert_average_pool,
-    "Celu": convert_celu,
+    "Celu": round_once(convert_celu),
     "Clip": convert_clip,
-    "Cosh": convert_cosh,
-    "Elu": convert_elu,
+    "Cosh": round_once(convert_cosh),
+    "Elu": round_once(convert_elu),
     "CumSum": functools.partial(require_constant, "axis", 1),
     "AffineGrid": functools.partial(require_constant, "size", 1),
     "Einsum": convert_einsum,
@@ -270,7 +273,7 @@ OPERATORS: dict[str, Convert] = {
     "Resize": convert_resize,
     "RoiAlign": convert_roi_align,
     "Shrink": convert_shrink,
-    "Sinh": convert_sinh,
+    "Sinh": round_once(convert_sinh),
     "SpaceToDepth": convert_space_to_depth,
     "Squeeze": convert_squeeze,
     "TopK": convert_top_k,
@@ -288,10 +291,11 @@ OPERATORS: dict[str, Convert] = {
     "Gemm": functools.partial(sum_in_float32, "Gemm"),
     "LSTM": functools.partial(convert_recurrent, LSTM),
     "Max": functools.partial(_fold_pairs, relax.op.maximum),
-    "HardSwish": convert_hard_swish,
+    "HardSwish": round_once(convert_hard_swish),
     "MatMul": functools.partial(sum_in_float32, "MatMul"),
     "MatMulInteger": convert_matmul_integer,
     "MaxPool": convert_max_pool,
+    "Mish": round_once(convert_mish),
     "Min": functools.partial(_fold_pairs, relax.op.minimum),
     "OneHot": convert_one_hot,
     "Pad": convert_pad,
@@ -302,6 +306,9 @@ OPERATORS: dict[str, Convert] = {
     "ScatterElements": convert_scatter_elements,
     "Slice": convert_slice,
     "Split": convert_split,
+    "Selu": round_once(convert_selu),
+    "Softplus": round_once(functools.partial(run_frontend, "Softplus")),
+    "ThresholdedRelu": convert_thresholded_relu,
     "Softmax": functools.partial(sum_in_float32, "Softmax"),
     "Sum": functools.partial(_fold_pairs, relax.op.add),
     "Tile": convert_tile,

@@ -1,0 +1,88 @@
+"""Functions of one value in every float type of ONNX: near 0, where differences cancel, and where
+powers overflow. What is right says numpy in float64, rounded once.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tvm
+from onnx import helper
+from onnx_node_cases import TARGET
+from tvm import relax
+
+import relayquant as rq
+
+TYPES = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+    "float64": np.float64,
+}
+
+#: Largest error in units of the type's precision: 1 is the distance of 1 to the next number.
+LARGEST_ERROR = 4
+
+NEAR_0 = (-7.25, -3.0, -1e-2, -1e-3, -1e-5, -1e-7, -0.0, 1e-7, 1e-5, 1e-3, 0.3)
+WIDE = (*NEAR_0, -89.0, -20.0, 20.0, 88.9, 89.0)
+
+
+def softplus(x):
+    return np.logaddexp(0, x)
+
+
+#: (operator, attributes, inputs, what it is in float64)
+ROWS = (
+    ("Elu", {}, WIDE, lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0)))),
+    ("Elu", {"alpha": 0.25}, WIDE, lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0)) / 4)),
+    ("Celu", {"alpha": 2.0}, WIDE, lambda x: np.where(x > 0, x, 2 * np.expm1(x.clip(max=0) / 2))),
+    (
+        "Selu",
+        {"alpha": 1.5, "gamma": 0.5},
+        WIDE,
+        lambda x: np.where(x > 0, 0.5 * x, 0.75 * np.expm1(np.minimum(x, 0))),
+    ),
+    ("Mish", {}, (*NEAR_0, -20.0, 20.0, 89.0), lambda x: x * np.tanh(softplus(x))),
+    ("Softplus", {}, (-1.0, -1e-3, 1e-3, 3.0, 89.0, 1000.0), softplus),
+    ("Tanh", {}, WIDE, np.tanh),
+    ("Sinh", {}, WIDE, np.sinh),
+    ("Cosh", {}, WIDE, np.cosh),
+    ("Atanh", {}, (-0.9, -1e-3, -1e-5, 1e-7, 1e-5, 0.3), np.arctanh),
+    ("Reciprocal", {}, (0.0, -0.0, np.inf, 4.0), lambda x: 1 / x),
+    (
+        "ThresholdedRelu",
+        {"alpha": 0.5},
+        (-np.inf, -1.0, 0.5, 0.75, np.inf, np.nan),
+        lambda x: np.where(x > 0.5, x, 0),
+    ),
+)  # fmt: skip
+
+#: Celu of ONNX takes float32 only.
+CASES = [(row, dtype) for row in ROWS for dtype in TYPES if row[0] != "Celu" or dtype == "float32"]
+
+
+def compute(op, attributes, data):
+    """What the compiled operator makes of the data."""
+    name = helper.np_dtype_to_tensor_dtype(data.dtype)
+    infos = [helper.make_tensor_value_info(each, name, data.shape) for each in ("x", "y")]
+    node = helper.make_node(op, ["x"], ["y"], **attributes)
+    graph = helper.make_graph([node], "one", infos[:1], infos[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
+    mod, _ = rq.load(model)
+    machine = relax.VirtualMachine(rq.compile(mod, TARGET), tvm.cpu())
+    return machine["main"](tvm.runtime.tensor(data)).numpy()
+
+
+@pytest.mark.parametrize(("row", "dtype"), CASES, ids=[f"{row[0]}-{dtype}" for row, dtype in CASES])
+def test_function__keeps_its_digits(row, dtype):
+    op, attributes, values, function = row
+    limits = ml_dtypes.finfo(TYPES[dtype])
+    with np.errstate(all="ignore"):
+        data = np.array(values, TYPES[dtype])
+        wanted = function(data.astype("float64")).astype(TYPES[dtype]).astype("float64")
+        found = compute(op, attributes, data).astype("float64")
+        size = np.maximum(np.abs(wanted), float(limits.smallest_normal))
+        error = np.where(found == wanted, 0, np.abs(found - wanted) / size / float(limits.eps))
+    assert np.array_equal(np.isnan(found), np.isnan(wanted))
+    assert np.nanmax(error) <= LARGEST_ERROR, (data, found, wanted)
