@@ -26,13 +26,11 @@ from relayquant.codegen.rewrites.order import order_values
 from relayquant.codegen.rewrites.split_int64_accumulation import split_int64_sums
 from relayquant.codegen.rewrites.type_promotion import widen_types
 from relayquant.codegen.rewrites.zero_point_correction import subtract_zero_points
-from relayquant.codegen.schedule.dynamic_shapes import KEEP_SIZED_CALLS
+from relayquant.codegen.schedule.fusion import KEEP_APART
 from relayquant.codegen.schedule.memory import PLAN_MEMORY
 from relayquant.codegen.schedule.reduction_init import create_reduction_init_pass
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
-from relayquant.codegen.schedule.stored_results import KEEP_STORED
 from relayquant.codegen.schedule.vector_math import create_math_pass
-from relayquant.codegen.schedule.views import KEEP_VIEWS
 from relayquant.codegen.schedule.wrapping import create_wrapping_pass
 from relayquant.codegen.threads import add_pool
 from relayquant.codegen.tuning.tuner import (
@@ -91,9 +89,7 @@ def make_pipeline(
                     relax.backend.DispatchSampling(),
                     relax.transform.LegalizeOps(LEGALIZATIONS),
                     relax.transform.AnnotateTIROpPattern(),
-                    KEEP_SIZED_CALLS,
-                    KEEP_STORED,
-                    KEEP_VIEWS,
+                    KEEP_APART,
                     relax.transform.FuseOps(),
                     relax.transform.FuseTIR(),
                     create_schedule_pass(target),

@@ -9,7 +9,6 @@ from tvm import relax, tirx
 from tvm.script import relax as R
 
 import relayquant as rq
-from relayquant.codegen.schedule.dynamic_shapes import list_symbols
 
 
 def test_chain_of_run_time_size__runs():
@@ -75,12 +74,3 @@ def test_slice_of_symbolic_rows__is_fused(begins, ends, steps):
         rows = np.sqrt(np.pad(np.exp(values), ((1, 0), (0, 0)))[cut])
         found = machine["main"](tvm.runtime.tensor(values)).numpy()
         np.testing.assert_allclose(found, np.concatenate([rows, rows], 1), rtol=1e-5)
-
-
-def test_list_symbols__of_every_type():
-    size, other = tirx.Var("size", "int64"), tirx.Var("other", "int64")
-    tensor = relax.TensorType([size * 2, tirx.IntImm("int64", 3)], "float32")
-    assert [var.name for var in list_symbols(tensor)] == ["size"]
-    both = relax.TupleType([tensor, relax.ShapeType([other])])
-    assert [var.name for var in list_symbols(both)] == ["size", "other"]
-    assert list_symbols(relax.TensorType(dtype="float32", ndim=2)) == []

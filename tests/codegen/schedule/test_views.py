@@ -10,7 +10,7 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.codegen.lowering.engine import OPAQUE
-from relayquant.codegen.schedule.views import KEEP_VIEWS
+from relayquant.codegen.schedule.fusion import KEEP_APART
 
 SHAPE = (2, 3, 20, 16)
 
@@ -29,7 +29,7 @@ def make_module(body, shape=SHAPE, dtype="uint8"):
 
 def list_views(mod):
     """Names of the functions that the pass marks."""
-    passes = [relax.transform.LegalizeOps(), relax.transform.AnnotateTIROpPattern(), KEEP_VIEWS]
+    passes = [relax.transform.LegalizeOps(), relax.transform.AnnotateTIROpPattern(), KEEP_APART]
     marked = tvm.transform.Sequential(passes)(mod)
     return [
         gv.name_hint
