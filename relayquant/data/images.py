@@ -6,6 +6,7 @@ Pictures need Pillow: `pip install relayquant[images]`.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -274,6 +275,10 @@ def open_images(
     return PictureFolder(tuple(list_images(folder)), preprocessing, info)
 
 
+#: a line of labels: a name, which may hold blanks and commas, or none; and a class
+LABEL = re.compile(r"\s*(?:(.+?)[\s,]+)?([^\s,]+)[\s,]*")
+
+
 def read_labels(
     path: Path, images: Sequence[Path] | None = None, folder: Path = Path()
 ) -> np.ndarray:
@@ -293,14 +298,13 @@ def read_labels(
     """
     with reading(path, "file of labels"):
         text = read_text(path, MAX_LABELS_BYTES)
-    lines = [line.replace(",", " ").split() for line in text.splitlines()]
-    lines = [line for line in lines if line]
-    widths = {len(line) for line in lines}
-    in_order = widths == {1} and images is not None and len(lines) == len(images)
+    words = text.replace(",", " ").split()
+    rows = [row.groups() for line in text.splitlines() if (row := LABEL.fullmatch(line))]
+    is_bare = [name is None for name, _ in rows]
     try:
-        if lines and (images is None or in_order):
-            return np.array([int(word) for line in lines for word in line])
-        named = {line[0]: int(line[-1]) for line in lines} if widths == {2} else {}
+        if words and (images is None or (all(is_bare) and len(rows) == len(images))):
+            return np.array([int(word) for word in words])
+        named = {} if any(is_bare) else {name: int(label) for name, label in rows}
     except ValueError as error:
         raise DataError(f"{path}: a class is not an integer ({error}).", code="RQ301") from error
     if named and images is not None:

@@ -143,6 +143,12 @@ def test_read_labels__by_name_and_in_order(folder):
         file.write_text(text)
         with pytest.raises(rq.DataError, match=message):
             read_labels(file, images, folder)
+    file.write_text("a b, c.png , 3\n\nä  d.png\t7 \n")
+    named = [folder / "a b, c.png", folder / "ä  d.png"]
+    assert read_labels(file, named, folder).tolist() == [3, 7]
+    file.write_text("b.png 3\n7\n")
+    with pytest.raises(rq.DataError, match="has no labels"):
+        read_labels(file, images, folder)
     file.write_text("3\n7 1\n")  # of samples that are no pictures
     assert read_labels(file).tolist() == [3, 7, 1]
     for text, message in {"3\ncat\n": "'cat'", "": "a line 'CLASS' for each sample"}.items():
