@@ -14,6 +14,7 @@ from typing import ParamSpec, TypeVar
 
 from relayquant.base.qtypes import QParams, ValueInfo
 from relayquant.base.user_calls import note_error
+from relayquant.errors import ConfigError, suggest_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,7 +41,9 @@ class ProgressEvent:
 
 @dataclass(frozen=True)
 class ParametersEvent:
-    """The quantization parameters of one value were chosen."""
+    """The quantization parameters of one value were chosen: of `info.name`, and `info.role` says
+    what it is.
+    """
 
     info: ValueInfo
     qparams: QParams
@@ -71,7 +74,23 @@ class TrainingEvent:
 
 
 class Callback:
-    """Base of all callbacks. Every method does nothing."""
+    """Base of all callbacks. Every method does nothing.
+
+    To stop the run, raise an exception in a method: it reaches the caller as it is, and a
+    checkpoint stays. A subclass with another `on_` method raises ConfigError, because nothing would
+    call it.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        known = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in vars(cls):
+            if name.startswith("on_") and name not in known:
+                raise ConfigError(
+                    f"Callback {cls.__name__}: no event calls the method {name!r}. "
+                    f"{suggest_name(name, known)}",
+                    code="RQ106",
+                )
 
     def on_stage_start(self, event: StageEvent) -> None:
         """Called when a stage begins."""

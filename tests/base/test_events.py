@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from relayquant import Callback
+from relayquant import Callback, ConfigError
 from relayquant.base.events import CallbackList, ProgressEvent
 
 
@@ -92,3 +92,9 @@ def test_list_of_a_list__is_the_same_list():
     """So an event names the callback alone, however many stages pass it on."""
     listeners = CallbackList.of(StopAtTwo())
     assert CallbackList.of(listeners) is listeners
+
+
+def test_callback__method_that_no_event_calls_is_named():
+    with pytest.raises(ConfigError, match=r"Typo: .*'on_parameter'\. Did you mean 'on_parameters'"):
+        type("Typo", (StopAtTwo,), {"on_parameter": lambda self, event: None})
+    type("Own", (Callback,), {"once": 1, "on_stage_end": lambda self, event: None})
