@@ -213,6 +213,8 @@ def test_winograd__sums_that_are_too_large_are_refused():
         ({"height": 14, "width": 14, "in_channels": 128, "out_channels": 128}, ON_ZEN4, False),
         ({"height": 14, "width": 14, "in_channels": 128, "out_channels": 128}, ON_ZEN5, True),
         ({"height": 13, "width": 13, "in_channels": 48, "out_channels": 192}, ON_ZEN5, False),
+        ({"height": 13, "width": 13, "out_channels": 256}, ON_ZEN5, True),
+        ({"height": 13, "width": 13, "out_channels": 256}, ON_ZEN4, False),
         ({"height": 7, "width": 7, "in_channels": 256, "out_channels": 256}, ON_ZEN5, False),
         # With more tiles the products take longer than the weights take to come.
         ({"height": 28, "width": 28, "in_channels": 256, "out_channels": 256}, VNNI512, True),

@@ -112,8 +112,6 @@ CHUNK_PER_WEIGHTS = 1.5
 LEAST_PARTS = 4
 #: Fused dot products in the time of one that multiplies and then adds.
 UNFUSED = 2
-#: Winograd is used if its estimated time is below this share of the direct form's time.
-WORTH = 0.92
 
 
 @dataclass(frozen=True)
@@ -259,7 +257,7 @@ def saves_time(spec: Conv2d, isa: Isa) -> bool:
     if direct.isa.unit is not None:
         return False  # a matrix unit multiplies bytes only, ten times as fast
     dots = prod(spec.out_size) * direct.vectors * direct.panel_words / direct.isa.sharing
-    return WinogradPlan(spec, isa).cost < WORTH * dots
+    return WinogradPlan(spec, isa).cost < isa.timing.winograd.worth * dots
 
 
 def find_largest_sum(spec: Conv2d, weight: NDArray[np.int8], bias: NDArray[np.int32]) -> int:

@@ -73,6 +73,9 @@ class WinogradTiming:
     #: of the transform of one vector of a tile of activations, and of a tile of results
     input_transform: float = 390.0
     output_transform: float = 290.0
+    #: share of the time of the direct form's dot products that Winograd's form may take to be used.
+    #: The direct form also stores results, but reads fewer weights, also from other threads' caches
+    worth: float = 0.92
     #: bytes of weights that come from the last-level cache in one unit, if they are fetched ahead,
     #: beside what comes while products go on;
     #: and the share of the products' time that goes by while they are fetched
@@ -150,7 +153,8 @@ ZEN5 = Timing(
     ),
     WinogradTiming(
         input_transform=145.0,
-        output_transform=175.0,
+        output_transform=150.0,
+        worth=0.97,
         far_bytes=35.0,
         overlap=0.0,
         near_weights=None,
