@@ -20,6 +20,7 @@ from threadpoolctl import ThreadpoolController
 from tvm import relax
 
 from relayquant.base.cores import count_threads
+from relayquant.base.freed_memory import large_memory
 from relayquant.errors import ConfigError, DataError, format_count, suggest_sizes
 from relayquant_runtime.vm_errors import ArgumentError, read_argument_error, read_count_error
 
@@ -118,8 +119,8 @@ def keep_freed_memory() -> None:
 
     glibc asks the system for each array that is larger than any freed so far, and the system clears
     its pages each time: up to a tenth of a calibration. So an array of the largest size that glibc
-    keeps is freed here. Larger ones are still asked for each time. Free memory goes back to the
-    system above 64 MB only, twice that size. A second call changes nothing.
+    keeps is freed here. Larger ones have `freed_memory`. Free memory goes back to the system above
+    64 MB only, twice that size. A second call changes nothing.
     """
     np.empty(MOST_REUSED_BYTES, "uint8")  # nothing is written, so this takes no memory
 
@@ -404,8 +405,11 @@ def view_constant(tensor: Any) -> np.ndarray:
 
 def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
     """Allocate an array that compiled code can read in place, see `view_tensor`."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(size + ALIGNMENT, "uint8")
+    size = math.prod(shape) * np.dtype(dtype).itemsize + ALIGNMENT
+    if size > MOST_REUSED_BYTES:
+        memory = large_memory().take(size)
+        return np.ndarray(tuple(shape), dtype, memory, -ctypes.addressof(memory) % ALIGNMENT)
+    raw = np.empty(size, "uint8")
     return np.ndarray(tuple(shape), dtype, raw, -find_address(raw) % ALIGNMENT)
 
 
