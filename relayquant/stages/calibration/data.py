@@ -23,11 +23,7 @@ from relayquant.stages.calibration.checkpoint import (
     check_same_data,
     digest_batch,
 )
-from relayquant.stages.calibration.observer_selection import (
-    JUDGED_SAMPLES,
-    JudgedBatch,
-    OutputJudge,
-)
+from relayquant.stages.calibration.observer_selection import JudgedBatch, OutputJudge
 from relayquant.stages.calibration.parameters import StoredSamples
 from relayquant.stages.calibration.passes import choose_batches
 from relayquant.stages.calibration.store import Shard, cut_shards
@@ -168,13 +164,13 @@ class StoredData:
                     yield array
 
     def choose_judged(self, judge: OutputJudge) -> tuple[int, ...]:
-        """Choose batches with `JUDGED_SAMPLES` samples in total, evenly spread over the data.
-        Return their indices; none if the judge reads no input.
+        """Choose batches with `judge.samples` samples in total, evenly spread over the data. Return
+        their indices; none if the judge reads no input.
         """
         names = self.find_judged(judge)
         if not names:
             return ()
-        wanted = JUDGED_SAMPLES
+        wanted = judge.samples
         if not self.can_cut_for(judge):
             # By the shape: if a calibration continues, the values may have been dropped.
             (shape,) = (info.shape for info in self.inputs if info.name == names[0])
@@ -196,7 +192,7 @@ class StoredData:
         possible.
         """
         numbers, can_cut = self.choose_judged(judge), self.can_cut_for(judge)
-        names, most = self.find_judged(judge), math.ceil(JUDGED_SAMPLES / max(len(numbers), 1))
+        names, most = self.find_judged(judge), math.ceil(judge.samples / max(len(numbers), 1))
         found = []
         for number, batch in zip(numbers, self.read_batches(names, numbers), strict=True):
             symbols = self.record.symbols[number] if self.record.symbols else {}

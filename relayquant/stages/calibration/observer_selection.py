@@ -34,6 +34,7 @@ from relayquant.data import count_samples
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import free_vars
 from relayquant.ir.rewrite.moves import MOVES
+from relayquant.stages.calibration.passes import count_fewest
 from relayquant.stages.calibration.subgraphs import split_graph
 from relayquant.stages.calibration.weights.ranges import RelativeMSE, RowState
 from relayquant.stages.prepared import CalibrationGraph
@@ -43,9 +44,6 @@ Float64Array = NDArray[np.float64]
 #: The candidates, in the order they are tried. The last one clips no value that calibration saw. No
 #: output may be much worse than with it.
 RELATIVE, MINMAX = CANDIDATES = ("RelativeMSE", "MinMax")
-
-#: minimum number of samples that the model runs on with each candidate's ranges
-JUDGED_SAMPLES = 16
 
 #: dB that an output may be worse than with MinMax on the judged samples, including one standard
 #: error
@@ -253,12 +251,15 @@ class JudgedBatch:
 class OutputJudge:
     """The calibration graph as one function from inputs to outputs. It runs with any parameters
     of activations and with weights in float.
+
+    `samples` is the number of samples that it runs on with each candidate's ranges.
     """
 
     def __init__(self, graph: CalibrationGraph, load_module: LoadModule) -> None:
         self.graph, self.load_module = graph, load_module
         self.split = split_graph(graph, (), results=True, prefix="whole")
         (self.subgraph,) = self.split.subgraphs
+        self.samples = count_fewest(graph)
 
     @property
     def inputs(self) -> tuple[str, ...]:

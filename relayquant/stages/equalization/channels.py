@@ -16,6 +16,8 @@ from relayquant.ir.rewrite.graph import constant_value
 MATMUL = "relax.matmul"
 #: steps of an 8-bit value on each side of zero
 STEPS = 127.0
+#: elements that are measured together: they fit the second-level cache
+PART_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +53,13 @@ def measure_channels(
         for name in names:
             values = np.asarray(batch[name])
             values = values.reshape(-1, values.shape[-1])
-            peak = np.maximum(values.max(axis=0, initial=0), -values.min(axis=0, initial=0))
-            square = np.square(values, dtype="float64").sum(axis=0)
-            largest[name] = np.maximum(largest.get(name, 0.0), peak)
-            squares[name] = squares.get(name, 0.0) + square
             rows[name] += len(values)
+            # The squares of all values would take twice their memory.
+            for part in np.array_split(values, max(values.size // PART_ELEMENTS, 1)):
+                peak = np.maximum(part.max(axis=0, initial=0), -part.min(axis=0, initial=0))
+                square = np.square(part, dtype="float64").sum(axis=0)
+                largest[name] = np.maximum(largest.get(name, 0.0), peak)
+                squares[name] = squares.get(name, 0.0) + square
     return {
         name: ChannelStatistics(largest[name], squares[name] / max(rows[name], 1))
         for name in names

@@ -14,7 +14,10 @@ from relayquant.data import InputInfo
 from relayquant.stages.calibration import shard
 from relayquant.stages.calibration.passes import (
     FEWEST_SAMPLES,
+    FEWEST_WORK,
+    LEAST_SAMPLES,
     choose_batches,
+    count_fewest,
     count_part,
     join_subgraphs,
     plan_passes,
@@ -79,6 +82,17 @@ def test_count_part__as_many_batches_as_hold_the_values(batch):
     assert count(1) == FEWEST_SAMPLES // size
     assert count(100 * size * each) == 100
     assert count(100 * size * each + 1) == 101
+
+
+@pytest.mark.parametrize("batch", [1, 8, "n"])
+def test_count_fewest__fewer_samples_of_a_model_that_takes_long(batch):
+    def count(side: int) -> int:
+        return count_fewest(rq.prepare(small_model((batch, MAP[1], side, side))).graph)
+
+    pixel = 2 * MAP[1] * MAP[1] * 3 * 3  # multiply-adds of two convolutions
+    assert count(12) == FEWEST_SAMPLES
+    assert count(int((FEWEST_WORK / pixel / 7.5) ** 0.5)) == 7
+    assert count(int((FEWEST_WORK / pixel) ** 0.5)) == LEAST_SAMPLES
 
 
 def _bindings(prepared):
