@@ -25,7 +25,7 @@ from relayquant.ir.rewrite.graph import static_size, tensor_shape
 from relayquant.stages.calibration.subgraphs import SplitGraph, Subgraph, split_graph
 from relayquant.stages.prepared import CalibrationGraph, FitPoint
 
-#: minimum number of samples that weights are fitted with, whatever their size, and number of samples
+#: minimum number of samples that weights are fitted with, whatever their size, and number of those
 #: that ranges are judged by; fewer only if the data set has fewer
 FEWEST_SAMPLES = 16
 #: Multiply-adds for one run over these samples. A model that takes more for each has fewer of them,
