@@ -131,6 +131,22 @@ def legalize_cosh(builder: relax.BlockBuilder, call: Call) -> Any:
     return builder.call_te(compute_cosh, *call.args, primfunc_name_hint="cosh")
 
 
+def legalize_astype(builder: relax.BlockBuilder, call: Call) -> Any:
+    """Legalize a cast to bfloat16 that keeps NaN. TVM rounds the bits of any NaN as those of a
+    number, which gives 0 or infinity for some.
+    """
+    given = tensor_dtype(call.args[0])
+    if tensor_dtype(call) != "bfloat16" or given not in ("float16", "float32", "float64"):
+        return legalize_as_tvm(builder, call)
+
+    def compute_narrow(data: Any) -> Any:
+        x = topi.cast(data, "float32")
+        nan = topi.full_like(x, tirx.FloatImm("float32", float("nan")))
+        return topi.cast(topi.where(topi.isnan(x), nan, x), "bfloat16")
+
+    return builder.call_te(compute_narrow, *call.args, primfunc_name_hint="astype")
+
+
 def legalize_sinh(builder: relax.BlockBuilder, call: Call) -> Any:
     """Legalize sinh(x) as tanh(x) * cosh(x), which is as exact near 0."""
 
@@ -141,9 +157,13 @@ def legalize_sinh(builder: relax.BlockBuilder, call: Call) -> Any:
 
 
 def compute_cosh(x: Any) -> Any:
-    power, half = topi.exp(x), tirx.FloatImm(str(x.dtype), 0.5)
-    one = tirx.FloatImm(str(x.dtype), 1)
-    return topi.multiply(topi.add(power, topi.divide(one, power)), half)
+    """Compute (e^x + e^-x) / 2 of squares of e^(x / 2). e^x overflows before its half does."""
+    half, one = (tirx.FloatImm(str(x.dtype), value) for value in (0.5, 1))
+    root = topi.exp(topi.multiply(x, half))
+    terms = (
+        topi.multiply(topi.multiply(each, half), each) for each in (root, topi.divide(one, root))
+    )
+    return topi.add(*terms)
 
 
 def legalize_selu(builder: relax.BlockBuilder, call: Call) -> Any:
@@ -351,6 +371,7 @@ AVERAGES = [f"relax.nn.{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n i
 
 #: Legalizations for `relax.transform.LegalizeOps`.
 LEGALIZATIONS = {
+    "relax.astype": legalize_astype,
     "relax.power": legalize_power,
     **BITS,
     **DIVISION_LEGALIZATIONS,

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
-from onnx import helper
+from onnx import TensorProto, helper
 from onnx_node_cases import TARGET
 from tvm import relax
 
@@ -28,6 +28,10 @@ NEAR_0 = (-7.25, -3.0, -1e-2, -1e-3, -1e-5, -1e-7, -0.0, 1e-7, 1e-5, 1e-3, 0.3)
 WIDE = (*NEAR_0, -89.0, -20.0, 20.0, 88.9, 89.0)
 
 
+def selu(x):
+    return 1.0507009873554805 * np.where(x > 0, x, 1.6732632423543772 * np.expm1(np.minimum(x, 0)))
+
+
 def softplus(x):
     return np.logaddexp(0, x)
 
@@ -44,6 +48,7 @@ ROWS = (
         lambda x: np.where(x > 0, 0.5 * x, 0.75 * np.expm1(np.minimum(x, 0))),
     ),
     ("Mish", {}, (*NEAR_0, -20.0, 20.0, 89.0), lambda x: x * np.tanh(softplus(x))),
+    ("Selu", {}, WIDE, selu),
     ("Softplus", {}, (-1.0, -1e-3, 1e-3, 3.0, 89.0, 1000.0), softplus),
     ("Tanh", {}, WIDE, np.tanh),
     ("Sinh", {}, WIDE, np.sinh),
@@ -65,7 +70,8 @@ CASES = [(row, dtype) for row in ROWS for dtype in TYPES if row[0] != "Celu" or 
 def compute(op, attributes, data):
     """What the compiled operator makes of the data."""
     name = helper.np_dtype_to_tensor_dtype(data.dtype)
-    infos = [helper.make_tensor_value_info(each, name, data.shape) for each in ("x", "y")]
+    types = {"x": name, "y": attributes.get("to", name)}
+    infos = [helper.make_tensor_value_info(each, types[each], data.shape) for each in types]
     node = helper.make_node(op, ["x"], ["y"], **attributes)
     graph = helper.make_graph([node], "one", infos[:1], infos[1:])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
@@ -86,3 +92,22 @@ def test_function__keeps_its_digits(row, dtype):
         error = np.where(found == wanted, 0, np.abs(found - wanted) / size / float(limits.eps))
     assert np.array_equal(np.isnan(found), np.isnan(wanted))
     assert np.nanmax(error) <= LARGEST_ERROR, (data, found, wanted)
+
+
+#: NaN with each of the bits that a bfloat16 lacks, with all of them, and infinity.
+BITS = [0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF, 0x7F800000, 0xFF800000]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_cast__to_bfloat16_keeps_nan(dtype):
+    whole = np.array(BITS, "uint32").view("float32")
+    data = {
+        "float16": np.array([0x7C01, 0x7FFF, 0xFC01, 0x7C00, 0x3C00], "uint16").view("float16"),
+        "float32": np.append(whole, np.float32(1.5)),
+        "float64": np.array([(1 << 63) - 1, 0x7FF << 52 | 1, 0x7FF << 52], "uint64").view(
+            "float64"
+        ),
+    }[dtype]
+    found = compute("Cast", {"to": TensorProto.BFLOAT16}, data).astype("float64")
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(found, data.astype("float64"))

@@ -7,7 +7,7 @@ Each function is a `Convert` as described in `relayquant.formats.readers.onnx.op
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,11 @@ from tvm import relax
 from relayquant.formats.readers.elu import emit_elu, scalar
 from relayquant.formats.readers.onnx.frontend import run_widened
 from relayquant.formats.readers.refusal import Refusal
+from relayquant.ir.reference.unary import SELU_ALPHA, SELU_SCALE
 from relayquant.ir.rewrite.graph import constant_value
 
 #: Unsigned integers have no sign bit, so a shift by their width or more leaves 0.
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
-
-#: Default attributes of Selu.
-SELU_ALPHA, SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
 
 #: From here on Mish(x) is x, in float64 too.
 MISH_IS_X = 20.0
@@ -107,54 +105,16 @@ def convert_is_inf(
     return relax.op.equal(data, relax.const(wanted[0], dtype_of(data)))
 
 
-def convert_sinh(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
-    """Convert Sinh to (e^x - e^-x) / 2, and to x + x^3/3! + ... + x^9/9! near 0, where the
-    difference cancels.
-
-    For |x| < 1, the first missing term is below 3e-8 of the result. LLVM has no intrinsic for sinh.
-    """
-    (data,) = inputs
-    dtype = dtype_of(data)
-    square = bb.emit(relax.op.multiply(data, data))
-    series = relax.const(1.0 / math.factorial(15), dtype)
-    for power in range(13, 0, -2):
-        series = bb.emit(relax.op.multiply(series, square))
-        series = bb.emit(relax.op.add(series, relax.const(1.0 / math.factorial(power), dtype)))
-    series = bb.emit(relax.op.multiply(series, data))
-    is_small = bb.emit(relax.op.less(square, relax.const(1.0, dtype)))
-    return relax.op.where(is_small, series, _halve_exponentials(bb, data, relax.op.subtract))
-
-
-def convert_cosh(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
-    """Convert Cosh to (e^x + e^-x) / 2. LLVM has no intrinsic for cosh."""
-    return _halve_exponentials(bb, inputs[0], relax.op.add)
-
-
-def _halve_exponentials(
-    bb: relax.BlockBuilder,
-    data: relax.Expr,
-    join: Callable[[relax.Expr, relax.Expr], relax.Expr],
-) -> relax.Expr:
-    """Emit join(e^x, e^-x) / 2. e^x overflows before its half does, so e^(x / 2) is squared."""
-    half = relax.const(0.5, dtype_of(data))
-    near = bb.emit(relax.op.multiply(data, half))
-    terms = []
-    for each in (near, bb.emit(relax.op.negative(near))):
-        root = bb.emit(relax.op.exp(each))
-        terms.append(bb.emit(relax.op.multiply(bb.emit(relax.op.multiply(root, half)), root)))
-    return bb.emit(join(*terms))
-
-
 def convert_selu(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Convert Selu to gamma * Elu. TVM supports it in float32 only."""
-    curve = emit_elu(bb, inputs[0], float(attrs.get("alpha", SELU_ALPHA)))
-    return relax.op.multiply(curve, scalar(float(attrs.get("gamma", SELU_GAMMA)), curve))
+    """Convert Selu to R.nn.selu, and with other numbers than its own to gamma * Elu."""
+    (data,) = inputs
+    alpha, gamma = float(attrs.get("alpha", SELU_ALPHA)), float(attrs.get("gamma", SELU_SCALE))
+    if np.allclose((alpha, gamma), (SELU_ALPHA, SELU_SCALE), rtol=1e-7):
+        return relax.op.nn.selu(data)
+    curve = emit_elu(bb, data, alpha)
+    return relax.op.multiply(curve, scalar(gamma, curve))
 
 
 def convert_thresholded_relu(

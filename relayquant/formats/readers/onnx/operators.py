@@ -24,7 +24,6 @@ from tvm.ir import GenericConst
 from relayquant.formats.readers.elu import emit_elu
 from relayquant.formats.readers.onnx.arithmetic import (
     convert_bit_shift,
-    convert_cosh,
     convert_dropout,
     convert_is_inf,
     convert_mish,
@@ -32,7 +31,6 @@ from relayquant.formats.readers.onnx.arithmetic import (
     convert_pow,
     convert_selu,
     convert_shrink,
-    convert_sinh,
     convert_thresholded_relu,
 )
 from relayquant.formats.readers.onnx.broadcast import convert_expand, list_sizes
@@ -250,7 +248,6 @@ OPERATORS: dict[str, Convert] = {
     "AveragePool": convert_average_pool,
     "Celu": round_once(convert_celu),
     "Clip": convert_clip,
-    "Cosh": round_once(convert_cosh),
     "Elu": round_once(convert_elu),
     "CumSum": functools.partial(require_constant, "axis", 1),
     "AffineGrid": functools.partial(require_constant, "size", 1),
@@ -273,7 +270,6 @@ OPERATORS: dict[str, Convert] = {
     "Resize": convert_resize,
     "RoiAlign": convert_roi_align,
     "Shrink": convert_shrink,
-    "Sinh": round_once(convert_sinh),
     "SpaceToDepth": convert_space_to_depth,
     "Squeeze": convert_squeeze,
     "TopK": convert_top_k,
