@@ -45,8 +45,10 @@ class Chain:
         return self(name, relax.op.matmul(x, self.constant(int(x.ty.shape.values[-1]), units)))
 
 
-def as_main(body: Callable[..., relax.Expr]) -> tvm.IRModule:
-    """Decorator: the module whose main is `body`, one dataflow block; annotations are its types."""
+def as_main(body: Callable[..., relax.Expr | tuple[relax.Expr, ...]]) -> tvm.IRModule:
+    """Decorator: the module whose main is `body`, one dataflow block; annotations are its types.
+    A body may return a tuple of results.
+    """
     types = inspect.get_annotations(body, eval_str=True)
     sizes = {
         size: tvm.tirx.Var(size, "int64")
@@ -57,8 +59,10 @@ def as_main(body: Callable[..., relax.Expr]) -> tvm.IRModule:
     builder = relax.BlockBuilder()
     with builder.function("main", params):
         with builder.dataflow():
-            out = builder.emit_output(body(*params))
-        builder.emit_func_output(out)
+            found = body(*params)
+            results = found if isinstance(found, tuple) else (found,)
+            outputs = [builder.emit_output(each) for each in results]
+        builder.emit_func_output(relax.Tuple(outputs) if isinstance(found, tuple) else outputs[0])
     return builder.finalize()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm
+from float_models import as_main
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
@@ -44,14 +45,9 @@ class Nested:
         return y
 
 
-@I.ir_module
-class Sum:
-    @R.function
-    def main(x: R.Tensor(("n", 2), "float32"), s: R.Tensor((), "float32")):
-        with R.dataflow():
-            y = R.add(x, s)
-            R.output(y)
-        return y
+@as_main
+def shifted(x: R.Tensor(("n", 2), "float32"), s: R.Tensor((), "float32")):
+    return R.add(x, s)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +114,7 @@ def test_library__of_a_path_is_the_file_that_lies_there_now(path, tmp_path):
     first = Library(place)
     assert first.run("main", [X, factor])[0].tolist() == (3 * X).tolist()
 
-    rq.compile(Sum).export_library(str(place))
+    rq.compile(shifted).export_library(str(place))
     assert Library(place).run("main", [X, factor])[0].tolist() == (X + 3).tolist()
     assert "main(x " in Library(place).describe()
     assert first.run("main", [X, factor])[0].tolist() == (3 * X).tolist()

@@ -8,7 +8,9 @@ import io
 import numpy as np
 import pytest
 import tvm
+from float_models import as_main
 from tvm import relax
+from tvm.script import relax as R
 
 import relayquant as rq
 from relayquant.analysis.error_statistics import BLOCK, ErrorSums
@@ -119,23 +121,15 @@ def test_compare__module_without_ledger_is_an_error(digits):
 
 @pytest.mark.slow
 def test_compare__module_of_another_model_is_an_error(digits):
-    from tvm.script import ir as I
-    from tvm.script import relax as R
-
     mod, params, data = digits
 
-    @I.ir_module
-    class Other:
-        @R.function
-        def main(image: R.Tensor(("n", 1, 8, 8), "float32")):
-            with R.dataflow():
-                y = R.nn.relu(image)
-                R.output(y)
-            return y
+    @as_main
+    def other(image: R.Tensor(("n", 1, 8, 8), "float32")):
+        return R.nn.relu(image)
 
     qmod = rq.quantize(mod, params, data)
     with pytest.raises(rq.ModelError, match="no value in common"):
-        rq.compare(Other, None, qmod, data)
+        rq.compare(other, None, qmod, data)
 
 
 def test_compare__a_model_without_operators_has_its_outputs():

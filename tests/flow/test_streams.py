@@ -8,8 +8,8 @@ import json
 
 import numpy as np
 import pytest
+from float_models import as_main
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relayquant as rq
@@ -149,19 +149,14 @@ def test_quantize__a_stream_does_not_drift(quantized):
     assert min(first, last) > 30
 
 
-@I.ir_module
-class Plain:
-    @R.function
-    def main(x: R.Tensor((1, 2), "float32")):
-        with R.dataflow():
-            y = R.nn.relu(x)
-            R.output(y)
-        return y
+@as_main
+def plain(x: R.Tensor((1, 2), "float32")):
+    return R.nn.relu(x)
 
 
 def test_open_streams__a_model_without_state_keeps_its_data():
     data = [np.zeros((1, 2), "float32")]
-    assert open_streams(Plain, None, data) is data
+    assert open_streams(plain, None, data) is data
 
 
 def make_integrator() -> object:

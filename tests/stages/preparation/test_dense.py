@@ -39,37 +39,29 @@ def test_torch_linear__without_reshapes(check_prepared, check_same_numbers):
                 R.output(y, z)
             return (y, z)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor(("n", 5, 3), "float32")):
-            with R.dataflow():
-                m = R.matmul(x, W)
-                y = R.add(m, B)
-                z = R.matmul(x, W)
-                R.output(y, z)
-            return (y, z)
+    @as_main
+    def expected(x: R.Tensor(("n", 5, 3), "float32")):
+        m = R.matmul(x, W)
+        y = R.add(m, B)
+        z = R.matmul(x, W)
+        return y, z
 
-    check_prepared(Before, Expected)
+    check_prepared(Before, expected)
     check_same_numbers(Before, draw(2, 5, 3))
 
 
 def test_reshape_that_mixes_rows__stays(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3, 5), "float32"), v: R.Tensor((2, 5, 3), "float32")):
-            with R.dataflow():
-                mixed = R.reshape(x, R.shape([10, 3]))
-                m = R.matmul(mixed, W)
-                y = R.reshape(m, R.shape([2, 5, 4]))
-                flat = R.reshape(v, R.shape([10, 3]))
-                p = R.matmul(flat, W)
-                z = R.reshape(p, R.shape([5, 2, 4]))
-                R.output(y, z)
-            return (y, z)
+    @as_main
+    def before(x: R.Tensor((2, 3, 5), "float32"), v: R.Tensor((2, 5, 3), "float32")):
+        mixed = R.reshape(x, R.shape([10, 3]))
+        m = R.matmul(mixed, W)
+        y = R.reshape(m, R.shape([2, 5, 4]))
+        flat = R.reshape(v, R.shape([10, 3]))
+        p = R.matmul(flat, W)
+        z = R.reshape(p, R.shape([5, 2, 4]))
+        return y, z
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 def test_flat_result_used_as_well__stays(check_prepared):
@@ -118,28 +110,20 @@ def test_weight_with_unit_batch__squeezed(check_prepared, check_same_numbers):
     array = RNG.standard_normal((1, 3, 4)).astype("float32")
     weight, squeezed = relax.const(array), relax.const(array[0])
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 5, 3), "float32"), z: R.Tensor((5, 3), "float32")):
-            with R.dataflow():
-                a = R.matmul(x, weight)
-                b = R.matmul(z, weight)
-                R.output(a, b)
-            return (a, b)
+    @as_main
+    def before(x: R.Tensor((2, 5, 3), "float32"), z: R.Tensor((5, 3), "float32")):
+        a = R.matmul(x, weight)
+        b = R.matmul(z, weight)
+        return a, b
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 5, 3), "float32"), z: R.Tensor((5, 3), "float32")):
-            with R.dataflow():
-                a = R.matmul(x, squeezed)
-                b = R.matmul(z, weight)
-                R.output(a, b)
-            return (a, b)
+    @as_main
+    def expected(x: R.Tensor((2, 5, 3), "float32"), z: R.Tensor((5, 3), "float32")):
+        a = R.matmul(x, squeezed)
+        b = R.matmul(z, weight)
+        return a, b
 
-    check_prepared(Before, Expected)
-    check_same_numbers(Before, draw(2, 5, 3), draw(5, 3))
+    check_prepared(before, expected)
+    check_same_numbers(before, draw(2, 5, 3), draw(5, 3))
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 4), (2, 3, 5, 4), (2, 1, 5, 4), (5, 4)], ids=str)
@@ -279,47 +263,39 @@ def test_bias_behind_a_transpose__stays_where_it_is_none_per_unit(check_prepared
 def test_vectors__are_matrices_of_one_column_or_row(check_prepared, check_same_numbers):
     column = relax.const(B.value.numpy().reshape(4, 1))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(
-            x: R.Tensor((2, 3, 4), "float32"),
-            v: R.Tensor((4,), "float32"),
-            u: R.Tensor((3,), "float32"),
-        ):
-            with R.dataflow():
-                a = R.matmul(x, B)
-                b = R.matmul(x, v)
-                c = R.matmul(u, x)
-                d = R.matmul(v, v)
-                e = R.matmul(u, W)
-                R.output(a, b, c, d, e)
-            return (a, b, c, d, e)
+    @as_main
+    def before(
+        x: R.Tensor((2, 3, 4), "float32"),
+        v: R.Tensor((4,), "float32"),
+        u: R.Tensor((3,), "float32"),
+    ):
+        a = R.matmul(x, B)
+        b = R.matmul(x, v)
+        c = R.matmul(u, x)
+        d = R.matmul(v, v)
+        e = R.matmul(u, W)
+        return a, b, c, d, e
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(
-            x: R.Tensor((2, 3, 4), "float32"),
-            v: R.Tensor((4,), "float32"),
-            u: R.Tensor((3,), "float32"),
-        ):
-            with R.dataflow():
-                ap = R.matmul(x, column)
-                a = R.squeeze(ap, axis=[2])
-                bm = R.expand_dims(v, axis=[1])
-                bp = R.matmul(x, bm)
-                b = R.squeeze(bp, axis=[2])
-                cm = R.expand_dims(u, axis=[0])
-                cp = R.matmul(cm, x)
-                c = R.squeeze(cp, axis=[1])
-                dm = R.expand_dims(v, axis=[0])
-                dn = R.expand_dims(v, axis=[1])
-                dp = R.matmul(dm, dn)
-                d = R.squeeze(dp, axis=[0, 1])
-                e = R.matmul(u, W)
-                R.output(a, b, c, d, e)
-            return (a, b, c, d, e)
+    @as_main
+    def expected(
+        x: R.Tensor((2, 3, 4), "float32"),
+        v: R.Tensor((4,), "float32"),
+        u: R.Tensor((3,), "float32"),
+    ):
+        ap = R.matmul(x, column)
+        a = R.squeeze(ap, axis=[2])
+        bm = R.expand_dims(v, axis=[1])
+        bp = R.matmul(x, bm)
+        b = R.squeeze(bp, axis=[2])
+        cm = R.expand_dims(u, axis=[0])
+        cp = R.matmul(cm, x)
+        c = R.squeeze(cp, axis=[1])
+        dm = R.expand_dims(v, axis=[0])
+        dn = R.expand_dims(v, axis=[1])
+        dp = R.matmul(dm, dn)
+        d = R.squeeze(dp, axis=[0, 1])
+        e = R.matmul(u, W)
+        return a, b, c, d, e
 
-    check_prepared(Before, Expected)
-    check_same_numbers(Before, draw(2, 3, 4), draw(4), draw(3))
+    check_prepared(before, expected)
+    check_same_numbers(before, draw(2, 3, 4), draw(4), draw(3))

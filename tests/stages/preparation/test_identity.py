@@ -182,29 +182,21 @@ def test_squeeze__axes_from_the_front(check_prepared):
 def test_dequantized_constant_comes_second(check_prepared):
     integers = relax.const(np.array([3, -5], "int8"))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((4, 2), "float32")):
-            with R.dataflow():
-                c = R.qnn.dequantize(integers, R.const(0.5, "float32"), R.const(0, "int32"))
-                y = R.multiply(c, x)
-                z = R.subtract(c, x)
-                R.output(y, z)
-            return (y, z)
+    @as_main
+    def before(x: R.Tensor((4, 2), "float32")):
+        c = R.qnn.dequantize(integers, R.const(0.5, "float32"), R.const(0, "int32"))
+        y = R.multiply(c, x)
+        z = R.subtract(c, x)
+        return y, z
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((4, 2), "float32")):
-            with R.dataflow():
-                c = R.qnn.dequantize(integers, R.const(0.5, "float32"), R.const(0, "int32"))
-                y = R.multiply(x, c)
-                z = R.subtract(c, x)
-                R.output(y, z)
-            return (y, z)
+    @as_main
+    def expected(x: R.Tensor((4, 2), "float32")):
+        c = R.qnn.dequantize(integers, R.const(0.5, "float32"), R.const(0, "int32"))
+        y = R.multiply(x, c)
+        z = R.subtract(c, x)
+        return y, z
 
-    check_prepared(Before, Expected)
+    check_prepared(before, expected)
 
 
 def test_concat__leaves_out_what_has_no_elements(check_prepared):

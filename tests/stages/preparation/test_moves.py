@@ -22,17 +22,13 @@ def test_take_of_constants__counts_from_the_front(check_prepared):
         z = R.take(x, R.const([1, -2], "int64"), axis=-1, mode="fast")
         return (y, z)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 5, 3), "float32")):
-            with R.dataflow():
-                y = R.take(x, R.const(4, "int64"), axis=1, mode="clip")
-                z = R.take(x, R.const([1, 1], "int64"), axis=-1, mode="clip")
-                R.output(y, z)
-            return (y, z)
+    @as_main
+    def expected(x: R.Tensor((2, 5, 3), "float32")):
+        y = R.take(x, R.const(4, "int64"), axis=1, mode="clip")
+        z = R.take(x, R.const([1, 1], "int64"), axis=-1, mode="clip")
+        return y, z
 
-    check_prepared(before, Expected)
+    check_prepared(before, expected)
 
 
 def test_take_of_what_is_computed__wraps(check_prepared):
@@ -42,17 +38,13 @@ def test_take_of_what_is_computed__wraps(check_prepared):
         z = R.take(x, i, axis=0, mode="clip")
         return (y, z)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((5, 3), "float32"), i: R.Tensor(("n",), "int64")):
-            with R.dataflow():
-                y = R.take(x, i, axis=0, mode="wrap")
-                z = R.take(x, i, axis=0, mode="clip")
-                R.output(y, z)
-            return (y, z)
+    @as_main
+    def expected(x: R.Tensor((5, 3), "float32"), i: R.Tensor(("n",), "int64")):
+        y = R.take(x, i, axis=0, mode="wrap")
+        z = R.take(x, i, axis=0, mode="clip")
+        return y, z
 
-    check_prepared(before, Expected)
+    check_prepared(before, expected)
 
 
 @pytest.mark.parametrize("index", [5, -6])

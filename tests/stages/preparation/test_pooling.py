@@ -50,21 +50,17 @@ def test_pad_before_conv1d__folded(check_prepared):
 def test_pad_with_other_value_or_channels__stays(check_prepared):
     weight = relax.const(draw(4, 4, 3, 3))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                p = R.nn.pad(x, pad_width=[0, 0, 0, 0, 1, 1, 1, 1], pad_value=1.0)
-                y = R.nn.conv2d(p, W)
-                q = R.nn.pad(x, pad_width=[0, 0, 0, 1, 1, 1, 1, 1], pad_value=0.0)
-                z = R.nn.conv2d(q, weight)
-                r = R.nn.pad(x, pad_width=[0, 0, 0, 0, 1, 1, 1, 1], pad_mode="reflect")
-                v = R.nn.conv2d(r, W)
-                R.output(y, z, v)
-            return (y, z, v)
+    @as_main
+    def before(x: R.Tensor((1, 3, 8, 8), "float32")):
+        p = R.nn.pad(x, pad_width=[0, 0, 0, 0, 1, 1, 1, 1], pad_value=1.0)
+        y = R.nn.conv2d(p, W)
+        q = R.nn.pad(x, pad_width=[0, 0, 0, 1, 1, 1, 1, 1], pad_value=0.0)
+        z = R.nn.conv2d(q, weight)
+        r = R.nn.pad(x, pad_width=[0, 0, 0, 0, 1, 1, 1, 1], pad_mode="reflect")
+        v = R.nn.conv2d(r, W)
+        return y, z, v
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 def test_pad_used_twice__stays(check_prepared):
@@ -136,84 +132,60 @@ def test_pad_before_max_pool__minus_infinity_folded(check_same_numbers):
 
 
 def test_pad_before_max_pool__stays_on_signed_data_or_wide_pads(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                p = R.nn.pad(x, pad_width=[0, 0, 0, 0, 1, 1, 1, 1], pad_value=0.0)
-                y = R.nn.max_pool2d(p, pool_size=[3, 3])
-                r = R.nn.relu(x)
-                q = R.nn.pad(r, pad_width=[0, 0, 0, 0, 3, 3, 3, 3], pad_value=0.0)
-                z = R.nn.max_pool2d(q, pool_size=[3, 3])
-                R.output(y, z)
-            return (y, z)
+    @as_main
+    def before(x: R.Tensor((1, 3, 8, 8), "float32")):
+        p = R.nn.pad(x, pad_width=[0, 0, 0, 0, 1, 1, 1, 1], pad_value=0.0)
+        y = R.nn.max_pool2d(p, pool_size=[3, 3])
+        r = R.nn.relu(x)
+        q = R.nn.pad(r, pad_width=[0, 0, 0, 0, 3, 3, 3, 3], pad_value=0.0)
+        z = R.nn.max_pool2d(q, pool_size=[3, 3])
+        return y, z
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 @pytest.mark.slow
 def test_pools_over_the_whole_map__mean(check_prepared, check_same_numbers):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3, 8, 6), "float32"), z: R.Tensor((2, 8, 6, 3), "float32")):
-            with R.dataflow():
-                a = R.nn.adaptive_avg_pool2d(x, output_size=[1, 1])
-                b = R.nn.avg_pool2d(x, pool_size=[8, 6], strides=[8, 6])
-                c = R.nn.avg_pool2d(z, pool_size=[8, 6], layout="NHWC")
-                R.output(a, b, c)
-            return (a, b, c)
+    @as_main
+    def before(x: R.Tensor((2, 3, 8, 6), "float32"), z: R.Tensor((2, 8, 6, 3), "float32")):
+        a = R.nn.adaptive_avg_pool2d(x, output_size=[1, 1])
+        b = R.nn.avg_pool2d(x, pool_size=[8, 6], strides=[8, 6])
+        c = R.nn.avg_pool2d(z, pool_size=[8, 6], layout="NHWC")
+        return a, b, c
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 3, 8, 6), "float32"), z: R.Tensor((2, 8, 6, 3), "float32")):
-            with R.dataflow():
-                a = R.mean(x, axis=[2, 3], keepdims=True)
-                b = R.mean(x, axis=[2, 3], keepdims=True)
-                c = R.mean(z, axis=[1, 2], keepdims=True)
-                R.output(a, b, c)
-            return (a, b, c)
+    @as_main
+    def expected(x: R.Tensor((2, 3, 8, 6), "float32"), z: R.Tensor((2, 8, 6, 3), "float32")):
+        a = R.mean(x, axis=[2, 3], keepdims=True)
+        b = R.mean(x, axis=[2, 3], keepdims=True)
+        c = R.mean(z, axis=[1, 2], keepdims=True)
+        return a, b, c
 
-    check_prepared(Before, Expected)
-    check_same_numbers(Before, draw(2, 3, 8, 6), draw(2, 8, 6, 3))
+    check_prepared(before, expected)
+    check_same_numbers(before, draw(2, 3, 8, 6), draw(2, 8, 6, 3))
 
 
 def test_smaller_pools__stay(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3, 8, 6), "float32")):
-            with R.dataflow():
-                a = R.nn.adaptive_avg_pool2d(x, output_size=[2, 1])
-                b = R.nn.avg_pool2d(x, pool_size=[8, 5])
-                c = R.nn.avg_pool2d(x, pool_size=[8, 6], padding=[1, 1, 1, 1])
-                R.output(a, b, c)
-            return (a, b, c)
+    @as_main
+    def before(x: R.Tensor((2, 3, 8, 6), "float32")):
+        a = R.nn.adaptive_avg_pool2d(x, output_size=[2, 1])
+        b = R.nn.avg_pool2d(x, pool_size=[8, 5])
+        c = R.nn.avg_pool2d(x, pool_size=[8, 6], padding=[1, 1, 1, 1])
+        return a, b, c
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 def test_flatten__reshape(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3, 4), "float32")):
-            with R.dataflow():
-                a = R.flatten(x)
-                b = R.nn.batch_flatten(x)
-                R.output(a, b)
-            return (a, b)
+    @as_main
+    def before(x: R.Tensor((2, 3, 4), "float32")):
+        a = R.flatten(x)
+        b = R.nn.batch_flatten(x)
+        return a, b
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 3, 4), "float32")):
-            with R.dataflow():
-                a = R.reshape(x, R.shape([24]))
-                b = R.reshape(x, R.shape([2, 12]))
-                R.output(a, b)
-            return (a, b)
+    @as_main
+    def expected(x: R.Tensor((2, 3, 4), "float32")):
+        a = R.reshape(x, R.shape([24]))
+        b = R.reshape(x, R.shape([2, 12]))
+        return a, b
 
-    check_prepared(Before, Expected)
+    check_prepared(before, expected)
