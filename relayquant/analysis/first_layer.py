@@ -21,7 +21,7 @@ from relayquant.ir.reference import run as run_reference
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.stages.calibration.subgraphs import build_function, collect_ancestors
-from relayquant.stages.preparation.norms import NormStatistics
+from relayquant.stages.preparation.norm_statistics import NormStatistics
 
 #: Bias / spread of the first layer (see `check_scale`). Eight models on their own data: 0.10 to
 #: 5.8, except MNIST on 0..255 without input scaling: 0.0007. On data 255 times too small: 26 to

@@ -31,7 +31,7 @@ from relayquant.errors import DataError
 from relayquant.ir.rewrite.bind import Model, split_model
 from relayquant.ir.state import get_state
 from relayquant.stages.preparation import prepare_module
-from relayquant.stages.preparation.norms import read_norm_statistics
+from relayquant.stages.preparation.norm_statistics import read_norm_statistics
 from relayquant.stages.streams import follow_state
 
 

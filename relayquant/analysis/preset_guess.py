@@ -26,7 +26,7 @@ from relayquant.analysis.normalization import RAW, PixelForm, list_forms
 from relayquant.data import InputInfo
 from relayquant.data.images import PRESETS, ImageLayout, Preprocessing
 from relayquant.stages.preparation import prepare_module
-from relayquant.stages.preparation.norms import NormStatistics, read_norm_statistics
+from relayquant.stages.preparation.norm_statistics import NormStatistics, read_norm_statistics
 
 #: A larger misfit (see `measure_misfit`) fits nothing known. Prepared as in training: up to 0.27.
 LARGEST_MISFIT = 0.6

@@ -19,7 +19,7 @@ from relayquant.analysis.first_layer import PROBE_SAMPLES, find_first_layers, me
 from relayquant.analysis.lint import lint, lint_samples, measure_growth
 from relayquant.demo import load_digits
 from relayquant.stages.preparation import prepare_module
-from relayquant.stages.preparation.norms import read_norm_statistics
+from relayquant.stages.preparation.norm_statistics import read_norm_statistics
 
 
 @pytest.fixture(scope="module")

@@ -24,22 +24,15 @@ from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.function import SOURCES_ATTR
 from relayquant.ir.rewrite.moves import MOVES
 from relayquant.ir.rewrite.rule import OnSkip, log_skip, make_rule
-from relayquant.stages.preparation.affine import (
-    ARITHMETIC,
-    NORMS,
-    canonicalize_batch_norm,
-    fill_norm_factors,
-    fold_channel_affine,
-    merge_constant_adds,
-)
 from relayquant.stages.preparation.cells.join import join_cells
+from relayquant.stages.preparation.channel_folding import ARITHMETIC, fold_channel_affine
 from relayquant.stages.preparation.clamp import (
     CLAMPS,
     canonicalize_clamp,
     prelu_to_leaky_relu,
     where_to_prelu,
 )
-from relayquant.stages.preparation.constants import fold_constants, fold_shapes
+from relayquant.stages.preparation.constants import fold_constants, fold_shapes, merge_constant_adds
 from relayquant.stages.preparation.conv3d import (
     AVG_POOL3D,
     CONV3D,
@@ -80,6 +73,7 @@ from relayquant.stages.preparation.identity import (
     remove_single_concat,
     split_to_slice,
 )
+from relayquant.stages.preparation.norms import NORMS, canonicalize_batch_norm, fill_norm_factors
 from relayquant.stages.preparation.pooling import (
     FLATTENS,
     WHOLE_MAP,

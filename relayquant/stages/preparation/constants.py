@@ -163,3 +163,24 @@ def _static_sizes(shape: relax.Expr) -> list[int | None] | None:
     if not isinstance(shape, relax.ShapeExpr):
         return None
     return [static_size(dim) for dim in shape.values]
+
+
+def merge_constant_adds(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """(x + c1) + c2 -> x + (c1 + c2) if x + c1 has no other reader and the sum is no larger than
+    c1 or c2.
+    """
+    call = editor.call_of(var)
+    inner = editor.call_of(call.args[0])
+    if inner is None or editor.op_name(call.args[0]) != "relax.add":
+        return decline("no sum before it")
+    first, second = constant_value(inner.args[1]), constant_value(call.args[1])
+    if first is None or second is None or not editor.has_one_use(call.args[0]):
+        return decline("an operand is not constant, or others read the sum before it")
+    wide = "float64" if first.dtype.kind == "f" else str(first.dtype)
+    try:
+        total = first.astype(wide) + second.astype(wide)
+    except ValueError:
+        return decline("the constants do not broadcast to one another")
+    if total.size > max(first.size, second.size):
+        return decline("the sum of the constants is larger than both")
+    return relax.op.add(inner.args[0], make_const(total, str(first.dtype)))

@@ -1,62 +1,108 @@
-"""Reader of batch norm statistics: float module -> mean and deviation of the data that the model
-was trained on. It runs beside prepare.
+"""Rules for norms: a batch norm that no operator absorbs is a multiply and an add; other norms have
+both of their factors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
-import tvm
 from tvm import relax
+from tvm.ir import Call
 
-from relayquant.ir.rewrite.bind import bind_params
+from relayquant.base.axes import shape_along
+from relayquant.ir.rewrite.attributes import find_constructor, read_attributes
 from relayquant.ir.rewrite.editor import Editor
-from relayquant.ir.rewrite.graph import constant_value
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.rule import Skip, decline
+from relayquant.stages.preparation.tensors import is_float, make_const
+
+#: norms whose attributes can leave out the factor and the shift
+NORMS = ("relax.nn.layer_norm", "relax.nn.instance_norm", "relax.nn.group_norm")
 
 
-@dataclass(frozen=True, eq=False)
-class NormStatistics:
-    """Mean and standard deviation of a batch norm's results over the training data, per channel,
-    (C,) float64. The mean is beta. The deviation is the magnitude of gamma, reduced where
-    epsilon matters.
+def canonicalize_batch_norm(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """batch_norm(x) -> x * s + t, with constants of shape [1, C, 1, 1], if no operator before it
+    can absorb the batch norm.
     """
+    norm = read_batch_norm(editor, var)
+    if norm is None:
+        return decline("not a batch norm with constant statistics whose other results are unused")
+    call, axis, scale, shift = norm
+    data = call.args[0]
+    dtype = tensor_dtype(var)
+    shape = shape_along(axis, data.ty.ndim)
+    if not (fits(scale, dtype) and fits(shift, dtype)):
+        return decline("a factor is infinite")
+    scaled = editor.define(
+        var,
+        relax.op.multiply(data, make_const(scale.reshape(shape), dtype)),
+        f"{editor.names[var]}.scaled",
+    )
+    return relax.op.add(scaled, make_const(shift.reshape(shape), dtype))
 
-    mean: np.ndarray
-    deviation: np.ndarray
 
+def fill_norm_factors(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """layer_norm(x, g, b, center=False) -> layer_norm(x, g, 0), scale=False -> layer_norm(x, 1, b).
+    The same for instance_norm and group_norm.
 
-def read_norm_statistics(
-    mod: tvm.IRModule, params: Mapping[str, Any] | None = None
-) -> dict[str, NormStatistics]:
-    """Map the name of each batch norm's result to its statistics.
-
-    `prepare_module` folds the norms into the weights before them and keeps the names of the
-    results.
-
-    Raises:
-        ModelError: as `prepare_module`.
+    TVM's generated code ignores the two attributes: it always multiplies by g and adds b.
     """
-    editor = Editor(mod)
-    bind_params(editor, params)
-    found = {}
-    for var, value in editor.values.items():
-        if not isinstance(value, relax.TupleGetItem) or value.index != 0:
-            continue
-        call = editor.call_of(value.tuple_value)
-        if call is None or editor.op_name(value.tuple_value) != "relax.nn.batch_norm":
-            continue
-        arrays = [constant_value(arg) for arg in (call.args[1], call.args[2], call.args[4])]
-        if not (call.attrs.scale and call.attrs.center):
-            continue  # a norm without factors: its results were not scaled
-        gamma, beta, variance = (
-            None if array is None else array.astype("float64").reshape(-1) for array in arrays
-        )
-        if gamma is None or beta is None or variance is None:
-            continue
-        # The norm divides by variance + epsilon. This matters where a channel is nearly 0.
-        share = np.sqrt(variance / (variance + float(call.attrs.epsilon)))
-        found[editor.names[var]] = NormStatistics(beta, np.abs(gamma) * share)
-    return found
+    call = editor.call_of(var)
+    make, attributes = find_constructor(call), read_attributes(call)
+    if make is None or (attributes["scale"] and attributes["center"]):
+        return decline("it multiplies and adds")
+    factors = []
+    for given, name, neutral in zip(call.args[1:], ("scale", "center"), (1, 0), strict=True):
+        shape = tensor_shape(given)
+        if attributes[name]:
+            factors.append(given)
+        elif shape is None or any(isinstance(size, str) for size in shape):
+            return decline("the shape of a factor is symbolic")
+        else:
+            filled = np.full([int(size) for size in shape], neutral)
+            factors.append(make_const(filled, tensor_dtype(given)))
+    attributes |= {"scale": True, "center": True}
+    return make(call.args[0], *factors, **attributes)
+
+
+def find_batch_norm(editor: Editor, var: relax.Var) -> Call | None:
+    """Return the inference batch_norm whose first result is `var`, if its other results are not
+    used.
+    """
+    item = editor.values.get(var)
+    if not isinstance(item, relax.TupleGetItem) or item.index != 0:
+        return None
+    source = item.tuple_value
+    if editor.op_name(source) != "relax.nn.batch_norm":
+        return None
+    call = editor.call_of(source)
+    if call.attrs.training or not is_float(var) or not editor.has_one_use(source):
+        return None
+    return call
+
+
+def read_batch_norm(
+    editor: Editor, var: relax.Var
+) -> tuple[Call, int, np.ndarray, np.ndarray] | None:
+    """Return (call, axis, scale, shift) of a batch norm with constant statistics, in float64."""
+    call = find_batch_norm(editor, var)
+    if call is None:
+        return None
+    arrays = [constant_value(arg) for arg in call.args[1:]]
+    if any(array is None for array in arrays):
+        return None
+    gamma, beta, mean, variance = (array.astype("float64") for array in arrays)
+    if not call.attrs.scale:
+        gamma = np.ones_like(gamma)
+    if not call.attrs.center:
+        beta = np.zeros_like(beta)
+    spread = variance + call.attrs.epsilon
+    if not (spread > 0).all():
+        return None
+    scale = gamma / np.sqrt(spread)
+    return call, int(call.attrs.axis) % call.args[0].ty.ndim, scale, beta - mean * scale
+
+
+def fits(values: np.ndarray, dtype: str) -> bool:
+    """Whether float64 values stay finite in `dtype`."""
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(values.astype(dtype)).all())

@@ -14,14 +14,13 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.base.axes import shape_along
-from relayquant.ir.rewrite.attributes import find_constructor, read_attributes
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import Skip, decline
+from relayquant.stages.preparation.norms import find_batch_norm, fits, read_batch_norm
 from relayquant.stages.preparation.tensors import (
     FLOATS,
     channel_values,
-    is_float,
     make_const,
     spatial_axes,
 )
@@ -29,8 +28,6 @@ from relayquant.stages.preparation.tensors import (
 CONVS = ("relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d")
 TRANSPOSED = ("relax.nn.conv1d_transpose", "relax.nn.conv2d_transpose", "relax.nn.conv3d_transpose")
 MATMUL = "relax.matmul"
-#: norms whose attributes can leave out the factor and the shift
-NORMS = ("relax.nn.layer_norm", "relax.nn.instance_norm", "relax.nn.group_norm")
 ARITHMETIC = ("relax.add", "relax.subtract", "relax.multiply", "relax.divide")
 
 
@@ -115,7 +112,7 @@ def _fold_scale(
 ) -> relax.Expr | Skip:
     dtype = tensor_dtype(var)
     weight = _scale_weight(product, affine.scale)
-    if not _fits(weight, dtype):
+    if not fits(weight, dtype):
         return decline("the scaled weights are infinite")
     shift = affine.shift
     if bias is not None:
@@ -144,72 +141,6 @@ def _fold_scale(
     return pending[-1][1](data)
 
 
-def canonicalize_batch_norm(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """batch_norm(x) -> x * s + t, with constants of shape [1, C, 1, 1], if no operator before it
-    can absorb the batch norm.
-    """
-    norm = _read_batch_norm(editor, var)
-    if norm is None:
-        return decline("not a batch norm with constant statistics whose other results are unused")
-    call, axis, scale, shift = norm
-    data = call.args[0]
-    dtype = tensor_dtype(var)
-    shape = shape_along(axis, data.ty.ndim)
-    if not (_fits(scale, dtype) and _fits(shift, dtype)):
-        return decline("a factor is infinite")
-    scaled = editor.define(
-        var,
-        relax.op.multiply(data, make_const(scale.reshape(shape), dtype)),
-        f"{editor.names[var]}.scaled",
-    )
-    return relax.op.add(scaled, make_const(shift.reshape(shape), dtype))
-
-
-def fill_norm_factors(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """layer_norm(x, g, b, center=False) -> layer_norm(x, g, 0), scale=False -> layer_norm(x, 1, b).
-    The same for instance_norm and group_norm.
-
-    TVM's generated code ignores the two attributes: it always multiplies by g and adds b.
-    """
-    call = editor.call_of(var)
-    make, attributes = find_constructor(call), read_attributes(call)
-    if make is None or (attributes["scale"] and attributes["center"]):
-        return decline("it multiplies and adds")
-    factors = []
-    for given, name, neutral in zip(call.args[1:], ("scale", "center"), (1, 0), strict=True):
-        shape = tensor_shape(given)
-        if attributes[name]:
-            factors.append(given)
-        elif shape is None or any(isinstance(size, str) for size in shape):
-            return decline("the shape of a factor is symbolic")
-        else:
-            filled = np.full([int(size) for size in shape], neutral)
-            factors.append(make_const(filled, tensor_dtype(given)))
-    attributes |= {"scale": True, "center": True}
-    return make(call.args[0], *factors, **attributes)
-
-
-def merge_constant_adds(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """(x + c1) + c2 -> x + (c1 + c2) if x + c1 has no other reader and the sum is no larger than
-    c1 or c2.
-    """
-    call = editor.call_of(var)
-    inner = editor.call_of(call.args[0])
-    if inner is None or editor.op_name(call.args[0]) != "relax.add":
-        return decline("no sum before it")
-    first, second = constant_value(inner.args[1]), constant_value(call.args[1])
-    if first is None or second is None or not editor.has_one_use(call.args[0]):
-        return decline("an operand is not constant, or others read the sum before it")
-    wide = "float64" if first.dtype.kind == "f" else str(first.dtype)
-    try:
-        total = first.astype(wide) + second.astype(wide)
-    except ValueError:
-        return decline("the constants do not broadcast to one another")
-    if total.size > max(first.size, second.size):
-        return decline("the sum of the constants is larger than both")
-    return relax.op.add(inner.args[0], make_const(total, str(first.dtype)))
-
-
 # -- reading ---------------------------------------------------------------------------------------
 
 
@@ -234,7 +165,7 @@ def _find_product(editor: Editor, var: relax.Var) -> tuple[Product, ChannelAffin
 def _candidates(editor: Editor, var: relax.Var) -> list[relax.Var]:
     call = editor.call_of(var)
     if call is None:
-        norm = _batch_norm_call(editor, var)
+        norm = find_batch_norm(editor, var)
         return [norm.args[0]] if norm is not None and isinstance(norm.args[0], relax.Var) else []
     left, right = call.args
     if isinstance(left, relax.Var) and constant_value(right) is not None:
@@ -306,7 +237,7 @@ def _read_affine(
 ) -> ChannelAffine | None:
     call = editor.call_of(var)
     if call is None:
-        norm = _read_batch_norm(editor, var)
+        norm = read_batch_norm(editor, var)
         if norm is None or norm[1] != product.axis:
             return None
         return ChannelAffine(data, norm[2], norm[3])
@@ -329,50 +260,6 @@ def _read_affine(
     if is_left and (values != 0).all():
         return ChannelAffine(data, 1.0 / values, None)
     return None
-
-
-def _batch_norm_call(editor: Editor, var: relax.Var) -> Call | None:
-    """Return the inference batch_norm whose first result is `var`, if its other results are not
-    used.
-    """
-    item = editor.values.get(var)
-    if not isinstance(item, relax.TupleGetItem) or item.index != 0:
-        return None
-    source = item.tuple_value
-    if editor.op_name(source) != "relax.nn.batch_norm":
-        return None
-    call = editor.call_of(source)
-    if call.attrs.training or not is_float(var) or not editor.has_one_use(source):
-        return None
-    return call
-
-
-def _read_batch_norm(
-    editor: Editor, var: relax.Var
-) -> tuple[Call, int, np.ndarray, np.ndarray] | None:
-    """Return (call, axis, scale, shift) of a batch norm with constant statistics, in float64."""
-    call = _batch_norm_call(editor, var)
-    if call is None:
-        return None
-    arrays = [constant_value(arg) for arg in call.args[1:]]
-    if any(array is None for array in arrays):
-        return None
-    gamma, beta, mean, variance = (array.astype("float64") for array in arrays)
-    if not call.attrs.scale:
-        gamma = np.ones_like(gamma)
-    if not call.attrs.center:
-        beta = np.zeros_like(beta)
-    spread = variance + call.attrs.epsilon
-    if not (spread > 0).all():
-        return None
-    scale = gamma / np.sqrt(spread)
-    return call, int(call.attrs.axis) % call.args[0].ty.ndim, scale, beta - mean * scale
-
-
-def _fits(values: np.ndarray, dtype: str) -> bool:
-    """Whether float64 values stay finite in `dtype`."""
-    with np.errstate(over="ignore"):
-        return bool(np.isfinite(values.astype(dtype)).all())
 
 
 # -- writing ---------------------------------------------------------------------------------------

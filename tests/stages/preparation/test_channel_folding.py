@@ -163,18 +163,13 @@ def test_batch_norm_alone__multiply_add(check_prepared, check_same_numbers):
                 R.output(y)
             return y
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((1, 4, 8, 8), "float32")):
-            with R.dataflow():
-                r = R.nn.relu(x)
-                s = R.multiply(r, scale)
-                y = R.add(s, shift)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((1, 4, 8, 8), "float32")):
+        r = R.nn.relu(x)
+        s = R.multiply(r, scale)
+        return R.add(s, shift)
 
-    prepared = check_prepared(Before, Expected)
+    prepared = check_prepared(Before, expected)
     check_same_numbers(Before, draw(1, 4, 8, 8))
     names = [binding.var.name for binding in prepared["main"].body.blocks[0].bindings]
     assert names == ["r", "y.scaled", "y"]
@@ -329,29 +324,21 @@ def test_matmul_of_activations__stays(check_prepared):
 
 
 def test_constant_adds__merged(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32"), i: R.Tensor((2,), "int32")):
-            with R.dataflow():
-                a = R.add(x, R.const(1.0, "float32"))
-                y = R.add(a, R.const(2.0, "float32"))
-                j = R.add(i, R.const(1, "int32"))
-                z = R.add(j, R.const(2, "int32"))
-                R.output(y, z)
-            return (y, z)
+    @as_main
+    def before(x: R.Tensor((2, 3), "float32"), i: R.Tensor((2,), "int32")):
+        a = R.add(x, R.const(1.0, "float32"))
+        y = R.add(a, R.const(2.0, "float32"))
+        j = R.add(i, R.const(1, "int32"))
+        z = R.add(j, R.const(2, "int32"))
+        return y, z
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32"), i: R.Tensor((2,), "int32")):
-            with R.dataflow():
-                y = R.add(x, R.const(3.0, "float32"))
-                z = R.add(i, R.const(3, "int32"))
-                R.output(y, z)
-            return (y, z)
+    @as_main
+    def expected(x: R.Tensor((2, 3), "float32"), i: R.Tensor((2,), "int32")):
+        y = R.add(x, R.const(3.0, "float32"))
+        z = R.add(i, R.const(3, "int32"))
+        return y, z
 
-    check_prepared(Before, Expected)
+    check_prepared(before, expected)
 
 
 def test_constant_adds_with_larger_sum__stay(check_prepared):
