@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from relayquant_runtime.bundle import Bundle, read_bundle
-from relayquant_runtime.elf import HEAD, read_machine
+from relayquant_runtime.elf import HEAD, read_length, read_machine
 from relayquant_runtime.errors import LibraryError
 from relayquant_runtime.flags import read_flags
 from relayquant_runtime.tiles import may_use_tiles
@@ -84,12 +84,17 @@ class Library:
         if not self.path.is_file():
             raise LibraryError(f"There is no file {self.path}. Name one that export_library wrote.")
         check_unchanged(self.path)
+        with self.path.open("rb") as file:
+            head, have = file.read(HEAD), os.fstat(file.fileno()).st_size
+        if have < (length := read_length(head)):  # a read behind its end would end the process
+            raise LibraryError(
+                f"{self.path} was cut off: it has {have} of {length} bytes. Copy it again."
+            )
         try:
             self._machine = ffi.load_module(spell_version(self.path))["vm_load_executable"]()
             self._machine["vm_initialization"](CPU, FIRST, POOLED)
         except (RuntimeError, AttributeError, ValueError) as error:
-            with self.path.open("rb") as file:
-                machine = read_machine(file.read(HEAD))
+            machine = read_machine(head)
             if machine not in ("", platform.machine()):
                 raise LibraryError(
                     f"{self.path} is made for {machine}; this machine is {platform.machine()}. "

@@ -166,8 +166,16 @@ def test_example__says_what_is_wrong(program, tmp_path):
     rq.compile(STREAM, other).export_library(
         str(wrong / "model.so"), fcompile=lambda out, files, **_: shutil.copy(files[0], out)
     )
+    cut = tmp_path / "cut"
+    shutil.copytree(tmp_path / "deploy", cut)
+    data = (cut / "model.so").read_bytes()
+    (cut / "model.so").write_bytes(data[: len(data) // 2])
     for words, told in (
         ([], "Usage: run FOLDER"),
+        ([cut], f"{cut}/model.so was cut off: it has {len(data) // 2} of {len(data)} bytes"),
+        ([cut, "--steps", "many"], "--steps takes a number, not 'many'"),
+        ([cut, "--threads"], "--threads takes a number, not ''"),
+        ([cut, *["x.bin"] * 2], "The model takes 1 inputs; 2 files were given. Usage: run"),
         ([tmp_path / "none"], f"Cannot read {tmp_path / 'none'}/bundle.json"),
         ([tmp_path / "deploy", tmp_path / "none"], f"Cannot read {tmp_path / 'none'}"),
         (
@@ -181,6 +189,18 @@ def test_example__says_what_is_wrong(program, tmp_path):
         assert done.returncode == 1, (words, done)
         assert told in done.stderr
         assert done.stdout == ""
+
+
+def test_example__results_that_cannot_be_written(program, tmp_path):
+    program.export(STREAM, tmp_path / "deploy")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*program.command, tmp_path / "deploy"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, b"Cannot write the results\n")
 
 
 def test_example__for_instructions_that_this_machine_lacks(program, tmp_path):

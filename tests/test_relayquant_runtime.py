@@ -139,6 +139,18 @@ def test_library__says_what_is_wrong(path, tmp_path):
         Library(path)["nain"]
 
 
+def test_library__that_was_cut_off(path, tmp_path):
+    """In a process of its own: a read behind the end of a mapped file would end this one."""
+    data, place = path.read_bytes(), tmp_path / "cut.so"
+    for length in (100, 1000, len(data) // 2, len(data) - 1):
+        place.write_bytes(data[:length])
+        done = subprocess.run(
+            [sys.executable, "-c", ALONE, place], capture_output=True, text=True, check=False
+        )
+        expected = f"cut.so was cut off: it has {length} of {len(data)} bytes. Copy it again."
+        assert f"LibraryError: {place.parent}/{expected}" in done.stderr, (length, done)
+
+
 def test_library__made_for_another_cpu(path, tmp_path):
     """The machine number of the ELF header says which (elf.h: 243 is RISC-V)."""
     data = bytearray(path.read_bytes())

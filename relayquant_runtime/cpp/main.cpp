@@ -78,14 +78,22 @@ void print(const Tensor& tensor) {
   std::cout << "\n";
 }
 
+// The number behind an option.
+int read_number(const std::string& option, const std::string& text) {
+  const bool is_number = !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
+  if (!is_number || text.size() > 9) throw std::runtime_error(option + " takes a number, not '" + text + "'");
+  return std::stoi(text);
+}
+
 int run(const std::vector<std::string>& words) {
   std::map<std::string, int> numbers = {{"--steps", 1}, {"--threads", 0}, {"--models", 1}};
   std::vector<std::string> places;
   for (size_t i = 0; i < words.size(); ++i) {
     if (!numbers.count(words[i])) places.push_back(words[i]);
-    else if (++i < words.size()) numbers[words[i - 1]] = std::stoi(words[i]);
+    else numbers[words[i]] = read_number(words[i], i + 1 < words.size() ? words[i + 1] : ""), ++i;
   }
-  if (places.empty()) throw std::runtime_error("Usage: run FOLDER [--steps N] [--threads N] [INPUT.bin ...]");
+  const std::string usage = "Usage: run FOLDER [--steps N] [--threads N] [--models N] [INPUT.bin ...]";
+  if (places.empty()) throw std::runtime_error(usage);
   // Threads are made when the first model runs, so this comes before.
   if (numbers["--threads"] > 0) setenv("TVM_NUM_THREADS", std::to_string(numbers["--threads"]).c_str(), 1);
 
@@ -94,6 +102,10 @@ int run(const std::vector<std::string>& words) {
   const auto functions = bundle["functions"].cast<json::Object>();
   const std::string name = bundle["entry"].cast<String>();
   const auto rows = functions[String(name)].cast<json::Object>()["inputs"].cast<json::Array>();
+  if (places.size() - 1 > rows.size()) {
+    throw std::runtime_error("The model takes " + std::to_string(rows.size()) + " inputs; " +
+                             std::to_string(places.size() - 1) + " files were given. " + usage);
+  }
   std::vector<Any> inputs;
   for (const Any& row : rows) {
     std::string bytes;
@@ -118,6 +130,7 @@ int run(const std::vector<std::string>& words) {
   for (std::thread& thread : threads) thread.join();
   for (const std::exception_ptr& error : errors) if (error) std::rethrow_exception(error);
   for (const auto& model : results) for (const Tensor& tensor : model) print(tensor);
+  if (!std::cout.flush()) throw std::runtime_error("Cannot write the results");
   return 0;
 }
 

@@ -17,6 +17,8 @@
 #include <tvm/ffi/function.h>
 
 #include <dlfcn.h>
+#include <elf.h>
+#include <link.h>
 #include <sys/stat.h>
 
 #include <cstdlib>
@@ -161,12 +163,29 @@ class Model {
     // TVM's idle threads would spin, which costs more than it gains beside any other process.
     setenv("TVM_THREAD_POOL_SPIN_COUNT", "0", 0);
     if (!std::filesystem::is_regular_file(path)) throw std::runtime_error("There is no file " + path);
+    check_length(path);
     const std::string version = spell_version(path);
     ffi::Module library = open_library(path, version);
     check_instructions(path, version);
     ffi::Optional<ffi::Function> load = library->GetFunction("vm_load_executable");
     if (!load.has_value()) throw std::runtime_error(path + " is no library that export_library wrote");
     return (*load)().cast<ffi::Module>();
+  }
+
+  // Throws if the file ends before its table of sections does, which linkers write last: a read
+  // behind the end of a mapped file would end the process.
+  static void check_length(const std::string& path) {
+    ElfW(Ehdr) head = {};
+    std::ifstream file(path, std::ios::binary);
+    if (!file.read(reinterpret_cast<char*>(&head), sizeof(head))) return;
+    const int word = sizeof(head.e_entry) == 8 ? ELFCLASS64 : ELFCLASS32;
+    if (std::memcmp(head.e_ident, ELFMAG, SELFMAG) != 0 || head.e_ident[EI_CLASS] != word) return;
+    const uint64_t wanted = head.e_shoff + uint64_t(head.e_shentsize) * head.e_shnum;
+    const uint64_t have = std::filesystem::file_size(path);
+    if (have < wanted) {
+      throw std::runtime_error(path + " was cut off: it has " + std::to_string(have) + " of " +
+                               std::to_string(wanted) + " bytes");
+    }
   }
 
   // The system's loader says "No such file" of a library for another CPU.
