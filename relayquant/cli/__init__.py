@@ -6,7 +6,6 @@ A user's mistake is one line on standard error and exit code 2. `--debug` shows 
 from __future__ import annotations
 
 import io
-import os
 import signal
 import sys
 import threading
@@ -50,10 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 command = import_module(f"relayquant.cli.commands.{options.command}")
             code = command.run(options, output)
         output.finish(code)
-        sys.stdout.flush()
     except BrokenPipeError:
-        # Discard what Python flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.CUT_OFF
     except KeyboardInterrupt as stop:
         return fail(output, ExitCode.INTERRUPTED, stop)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import inspect
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from relayquant.cli.output import printing
 from relayquant.errors import ConfigError
 
 #: options that every command takes, before or after its name
@@ -45,6 +47,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)", code="RQ102")
+
+    def print_help(self, file: object = None) -> None:
+        """Print it on standard output. argparse itself says nothing of a disk that is full."""
+        with printing():
+            sys.stdout.write(self.format_help())
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,14 @@ import dataclasses
 import enum
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from relayquant.base.storage.files import writing
 from relayquant.base.version import __version__
 
 if TYPE_CHECKING:
@@ -56,6 +59,26 @@ MEANINGS = {
 }
 
 
+@contextmanager
+def printing() -> Iterator[None]:
+    """Hand what is printed inside the `with` block on at once.
+
+    Raises:
+        FileError: Standard output cannot be written.
+        BrokenPipeError: Its reader is gone.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        # What Python still holds goes nowhere, or the same error would come at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        with writing("standard output"):
+            raise
+
+
 class CommandOutput:
     """Output of one command: printed at once on standard output, or as JSON at the end.
 
@@ -92,8 +115,9 @@ class CommandOutput:
             from relayquant.plots.text import make_console
 
             console = make_console()
-            for part in what:
-                console.print(part)
+            with printing():
+                for part in what:
+                    console.print(part)
 
     def add_values(self, **values: Any) -> None:
         """Add numbers and texts for machines."""
@@ -162,8 +186,9 @@ class CommandOutput:
         """Print the document, if it was asked for."""
         if self.is_json:
             # JSON has neither NaN nor infinity, and some readers are strict.
-            json.dump(self.make_document(code), sys.stdout, indent=1, allow_nan=False)
-            sys.stdout.write("\n")
+            with printing():
+                json.dump(self.make_document(code), sys.stdout, indent=1, allow_nan=False)
+                sys.stdout.write("\n")
 
 
 def make_plain(value: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from relayquant.base.version import __version__
 from relayquant.cli.command import Parser, add_switches
 from relayquant.cli.grammar import COMMANDS
+from relayquant.cli.output import printing
 from relayquant.cli.verbs import ALIASES, OTHER_VERBS
 from relayquant.errors import ConfigError, ModelError
 
@@ -51,7 +52,8 @@ class ShowVersion(argparse.Action):
     """Prints the version."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(f"relayquant {__version__}")
+        with printing():
+            print(f"relayquant {__version__}")
         parser.exit()
 
 

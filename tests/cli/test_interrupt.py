@@ -142,3 +142,29 @@ def test_output__that_nobody_reads_any_more() -> None:
     process.stdout.close()
     assert process.wait(timeout=300) == ExitCode.CUT_OFF
     assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["inspect", "--help"],
+        ["--version"],
+        pytest.param(["inspect", "x86"], marks=pytest.mark.slow),
+        pytest.param(["inspect", "x86", "--json"], marks=pytest.mark.slow),
+    ],
+)
+def test_output__of_a_full_disk(words: list[str]) -> None:
+    """One line, and the exit code of a file that cannot be written."""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "relayquant", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    expected = "relayquant: error: Cannot write standard output: No space left on device."
+    assert done.stderr.startswith(expected), done.stderr
+    assert (done.stderr.count("\n"), done.returncode) == (1, ExitCode.USER_ERROR)

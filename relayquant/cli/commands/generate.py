@@ -20,7 +20,7 @@ from relayquant.base.language import DECODE
 from relayquant.base.storage.files import ARCHIVE_SUFFIX, check_file, reading
 from relayquant.cli.grammar import LIBRARIES
 from relayquant.cli.options import check_options
-from relayquant.cli.output import CommandOutput, ExitCode
+from relayquant.cli.output import CommandOutput, ExitCode, printing
 from relayquant.cli.threads import use_threads
 from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.flow.generation import Piece
@@ -171,10 +171,11 @@ def print_pieces(
     for (piece,) in steps:
         yield piece, time.perf_counter() - start
         if not output.is_json:
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
+            with printing():
+                sys.stdout.write(piece.text)
     if not output.is_json:
-        sys.stdout.write("\n")
+        with printing():
+            sys.stdout.write("\n")
 
 
 def report(
