@@ -18,6 +18,7 @@ from relayquant.codegen.lowering.attention import lower_attention
 from relayquant.codegen.lowering.floating import lower_float
 from relayquant.codegen.lowering.grouped import lower_grouped
 from relayquant.codegen.lowering.integer.lower import has_integer_main, lower_integer
+from relayquant.codegen.lowering.masked_attention import lower_masked_attention
 from relayquant.codegen.lowering.recurrent import lower_recurrent
 from relayquant.codegen.lowering.row_norms import lower_row_norms
 from relayquant.codegen.rewrites.inner_sizes import settle_inner_sizes
@@ -70,7 +71,10 @@ def make_pipeline(
         checks = find_shape_checks(mod)
         if has_integer_main(mod):
             mod = split_int64_sums(subtract_zero_points(mod))
-        mod = lower_integer(convert_layout(mod), target, choose_schedule)
+        mod = convert_layout(mod)
+        if bf16 is None:
+            mod = lower_masked_attention(mod, target)
+        mod = lower_integer(mod, target, choose_schedule)
         mod = lower_grouped(
             lower_row_norms(mod, target),
             target,

@@ -25,6 +25,10 @@ from relayquant.codegen.kernels.floating.gathered import (
     GatheredProduct,
     make_product,
 )
+from relayquant.codegen.kernels.floating.masked_attention import (
+    MaskedAttention,
+    make_masked_attention,
+)
 from relayquant.codegen.kernels.floating.row_norm import RowNorm, make_row_norm
 from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, choose_float_isa
@@ -524,6 +528,20 @@ def test_innermost_loops__of_floats(name, layer):
     assert found.loads <= bound.loads
     fetches = [line for line in text.splitlines() if re.match(r"\s+(?:prefetch|prfm)", line)]
     assert len(fetches) >= 14  # a line of results and of the residual for each row of 6, and more
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", FLOAT_BOUNDS)
+def test_innermost_loops__of_masked_attention(name):
+    """Both products are tiles like those of all float products."""
+    target = resolve_target({**TARGETS, **ARM_TARGETS}[name])
+    syntax = replace(SYNTAX[find_architecture(target)], product=FLOAT_PRODUCT)
+    spec, isa = MaskedAttention((16,), 512, 512, 128, 128, 0.1), choose_float_isa(target)
+    found = count_per_product(compile_kernel(make_masked_attention(spec, isa), target), syntax)
+    bound = FLOAT_BOUNDS[name]
+    assert found.stack <= bound.stack
+    assert found.moves <= bound.moves
+    assert found.loads <= bound.loads
 
 
 @pytest.mark.sample(2)

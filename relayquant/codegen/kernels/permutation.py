@@ -19,6 +19,7 @@ from relayquant.codegen.kernels.emit import (
     build_kernel,
     ceil_div,
     declare_arguments,
+    emit_vector_loop,
     load_vector,
     loop_over,
     store_vector,
@@ -157,6 +158,28 @@ def make_tiled(spec: Permutation) -> PrimFunc:
                 )
 
     return build_kernel("permutation", body)
+
+
+def make_moved_rows(spec: Permutation) -> PrimFunc:
+    """Make PrimFunc(x, y) of a permutation of float32 that keeps the last axis, row by row."""
+    *others, row = spec.list_axes()
+    assert row.source == row.target == 1
+
+    def body() -> None:
+        x, y = declare_arguments(("x", spec.shape, spec.dtype), ("y", spec.out_shape, spec.dtype))
+        threads = prod(spec.shape) * spec.width >= PARALLEL_BYTES
+        with loop_over(tuple(axis.size for axis in others), threads) as at:
+            source = sum(i * axis.source for i, axis in zip(at, others, strict=True))
+            target = sum(i * axis.target for i, axis in zip(at, others, strict=True))
+            emit_vector_loop(
+                row.size,
+                CACHE_LINE // spec.width,
+                lambda k, lanes: store_vector(
+                    y, load_vector(x, source + k, lanes), target + k, lanes
+                ),
+            )
+
+    return build_kernel("moved_rows", body)
 
 
 def transpose_vectors(rows: list[Expr], size: int) -> list[Expr]:
