@@ -67,7 +67,7 @@ NAMES_UNARY: dict[str, str] = {
 NAMES_QNN: dict[str, str] = {
     "relayquant.ir.dialect.legality": "the four that are legal where integers are not",
     "relayquant.ir.dialect.accumulator_range": "where the sums of an operator stand",
-    "relayquant.formats.writers.onnx_qnn": "what has a form other than that of its float operator",
+    "relayquant.formats.writers.onnx.qnn": "what has a form other than that of its float operator",
     "relayquant.relay.export.quantized_rows": "what Relay has, or arithmetic that is no table",
 }
 

@@ -30,7 +30,7 @@ NEVER_ONE = {
     ("data/dataset.py", "len(inputs)", "inputs"): "of one input any array will do",
     ("data/item.py", "len(inputs)", "inputs"): "of one input any array will do",
     ("ir/dialect/qnn/grouped.py", "bits", "bits"): "2, 3, 4 or 8",
-    ("formats/writers/onnx_file.py", "size", "bytes"): "more than MAX_BYTES",
+    ("formats/writers/onnx/file.py", "size", "bytes"): "more than MAX_BYTES",
     ("base/qtypes.py", "source", "parameters"): "who picked them",
     ("ir/reference/qnn/grouped.py", "bits", "bits"): "2, 3, 4 or 8",
     ("plots/page.py", "what", "integers"): "what has a share",

@@ -1,6 +1,6 @@
 """Writers: a quantized module, in the reference form or with integers -> a file for other tools."""
 
 from relayquant.config import GroupedForm
-from relayquant.formats.writers.onnx_file import export_onnx
+from relayquant.formats.writers.onnx.file import export_onnx
 
 __all__ = ["GroupedForm", "export_onnx"]

@@ -33,20 +33,6 @@ from relayquant.stages.preparation.clamp import (
     where_to_prelu,
 )
 from relayquant.stages.preparation.constants import fold_constants, fold_shapes, merge_constant_adds
-from relayquant.stages.preparation.conv3d import (
-    AVG_POOL3D,
-    CONV3D,
-    MAX_POOL3D,
-    MOVED,
-    TRANSPOSED,
-    avg_pool3d_to_avg_pool2d,
-    conv3d_to_conv2d,
-    conv3d_transpose_to_conv2d_transpose,
-    join_volumes,
-    max_pool3d_to_max_pool2d,
-    move_before_volume,
-    transpose_with_bias,
-)
 from relayquant.stages.preparation.data_movement import bound_indices, stack_to_concat
 from relayquant.stages.preparation.dense import (
     merge_reshapes,
@@ -90,6 +76,20 @@ from relayquant.stages.preparation.quantized import (
 )
 from relayquant.stages.preparation.raise_tir import recover_call_tir
 from relayquant.stages.preparation.rule import ALIAS, PROJECTION, CanonicalRule, apply_phase
+from relayquant.stages.preparation.volumes import (
+    AVG_POOL3D,
+    CONV3D,
+    MAX_POOL3D,
+    MOVED,
+    TRANSPOSED,
+    avg_pool3d_to_avg_pool2d,
+    conv3d_to_conv2d,
+    conv3d_transpose_to_conv2d_transpose,
+    join_volumes,
+    max_pool3d_to_max_pool2d,
+    move_before_volume,
+    transpose_with_bias,
+)
 
 #: applied at every value, in this order
 RULES: tuple[CanonicalRule, ...] = (

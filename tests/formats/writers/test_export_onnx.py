@@ -17,7 +17,7 @@ from tvm import relax, tirx
 
 import relayquant as rq
 from relayquant.errors import ModelError
-from relayquant.formats.writers.onnx_file import WRITERS
+from relayquant.formats.writers.onnx.file import WRITERS
 from relayquant.ir.dialect.legality import LEGAL_STAGES, Stage
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value

@@ -10,7 +10,7 @@ from tvm import relax, tirx
 
 import relayquant as rq
 from relayquant.config import RecurrentForm
-from relayquant.formats.writers.onnx_file import export_onnx
+from relayquant.formats.writers.onnx.file import export_onnx
 from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.qnn.recurrent import CELLS
 from relayquant.ir.rewrite.graph import constant_value

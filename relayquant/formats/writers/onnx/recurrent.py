@@ -4,7 +4,7 @@
 
 ONNX multiplies the inputs too, so a product before the operator becomes part of the node. Without
 one, the inputs are multiplied by the identity. What the operator cannot say is written as a Scan
-(`onnx_recurrent_steps`).
+(`recurrent_steps`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.config import RecurrentForm
-from relayquant.formats.writers.onnx_builder import OnnxBuilder, read_affine
-from relayquant.formats.writers.onnx_recurrent_steps import write_steps
+from relayquant.formats.writers.onnx.builder import OnnxBuilder, read_affine
+from relayquant.formats.writers.onnx.recurrent_steps import write_steps
 from relayquant.ir.dialect.qnn.recurrent import CELLS, has_integer_weight, is_left_out
 from relayquant.ir.rewrite.graph import call_name
 

@@ -1,4 +1,4 @@
-"""ONNX writer: a table of writers for data movement operators (see `onnx_operators`)."""
+"""ONNX writer: a table of writers for data movement operators (see `operators`)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tvm.ir import Call
 from tvm.sym import Analyzer
 
 from relayquant.errors import ModelError
-from relayquant.formats.writers.onnx_builder import OnnxBuilder
-from relayquant.formats.writers.onnx_operators import (
+from relayquant.formats.writers.onnx.builder import OnnxBuilder
+from relayquant.formats.writers.onnx.operators import (
     ELEMENT,
     Writer,
     in_channels_first,
@@ -22,7 +22,7 @@ from relayquant.formats.writers.onnx_operators import (
     list_operands,
     write_flat,
 )
-from relayquant.formats.writers.onnx_sizes import write_scalar, write_sizes
+from relayquant.formats.writers.onnx.sizes import write_scalar, write_sizes
 from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.inline import list_dimensions
 

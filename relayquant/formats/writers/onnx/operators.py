@@ -17,7 +17,7 @@ from tvm.ir import Call
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.base.windows import reach_end
 from relayquant.errors import ModelError
-from relayquant.formats.writers.onnx_builder import Affine, OnnxBuilder, read_affine
+from relayquant.formats.writers.onnx.builder import Affine, OnnxBuilder, read_affine
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.ir.reference.convolution import count_window_values
 from relayquant.ir.reference.relax.windows import get_window

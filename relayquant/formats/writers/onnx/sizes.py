@@ -1,5 +1,5 @@
 """ONNX writer: run-time sizes, computed in ONNX from the shapes of tensors or read from integers,
-and a table of writers for operators on them (see `onnx_operators`).
+and a table of writers for operators on them (see `operators`).
 
 n               ->  Shape(x), the one axis of it that is n
 n + 1, n // 2   ->  Add, Sub(n, Mod(n, 2)) / 2
@@ -16,8 +16,8 @@ from tvm import relax, tirx
 from tvm.ir import Call
 
 from relayquant.errors import ModelError
-from relayquant.formats.writers.onnx_builder import OnnxBuilder
-from relayquant.formats.writers.onnx_operators import ELEMENT, Writer
+from relayquant.formats.writers.onnx.builder import OnnxBuilder
+from relayquant.formats.writers.onnx.operators import ELEMENT, Writer
 from relayquant.ir.rewrite.graph import dim_name, static_size, tensor_dtype
 
 #: size operators of ONNX

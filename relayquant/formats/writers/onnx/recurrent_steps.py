@@ -17,8 +17,8 @@ from onnx import TensorProto, helper
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.formats.writers.onnx_builder import OnnxBuilder
-from relayquant.formats.writers.onnx_grouped import write_levels
+from relayquant.formats.writers.onnx.builder import OnnxBuilder
+from relayquant.formats.writers.onnx.grouped import write_levels
 from relayquant.ir.dialect.qnn.recurrent import CELLS, has_integer_weight
 from relayquant.ir.rewrite.graph import constant_value
 

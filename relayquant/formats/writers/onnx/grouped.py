@@ -19,7 +19,7 @@ from tvm.ir import Call
 from relayquant.base.packing import count_groups, middle_code, pack_codes, unpack_codes
 from relayquant.config import GroupedForm
 from relayquant.errors import ModelError
-from relayquant.formats.writers.onnx_builder import OnnxBuilder
+from relayquant.formats.writers.onnx.builder import OnnxBuilder
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 MICROSOFT = "com.microsoft"

@@ -1,5 +1,5 @@
 """ONNX writer: a table of writers for operators that put values in order, or go along an axis in
-order (see `onnx_operators`).
+order (see `operators`).
 
 argsort(x, descending)  ->  TopK of as many values as the axis has
 cumprod(x)              ->  Scan(p, x): p' = p * x
@@ -17,9 +17,9 @@ from tvm.ir import Call
 from tvm.sym import Analyzer
 
 from relayquant.errors import ModelError
-from relayquant.formats.writers.onnx_builder import OnnxBuilder
-from relayquant.formats.writers.onnx_operators import ELEMENT, Writer, integers, write_flat
-from relayquant.formats.writers.onnx_sizes import write_sizes
+from relayquant.formats.writers.onnx.builder import OnnxBuilder
+from relayquant.formats.writers.onnx.operators import ELEMENT, Writer, integers, write_flat
+from relayquant.formats.writers.onnx.sizes import write_sizes
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype
 
 #: Type -> a wider one for which ONNX Runtime has a kernel of TopK. Casts keep the values.

@@ -16,23 +16,23 @@ from relayquant.base.arguments import check_arguments
 from relayquant.base.storage.files import write_whole
 from relayquant.config import GroupedForm, RecurrentForm
 from relayquant.errors import ModelError, format_count
-from relayquant.formats.writers.onnx_builder import OnnxBuilder
-from relayquant.formats.writers.onnx_data_movement import (
+from relayquant.formats.writers.onnx.builder import OnnxBuilder
+from relayquant.formats.writers.onnx.data_movement import (
     DATA_MOVEMENT_ATTRIBUTES,
     DATA_MOVEMENT_WRITERS,
 )
-from relayquant.formats.writers.onnx_formulas import FORMULA_ATTRIBUTES, FORMULA_WRITERS
-from relayquant.formats.writers.onnx_operators import (
+from relayquant.formats.writers.onnx.formulas import FORMULA_ATTRIBUTES, FORMULA_WRITERS
+from relayquant.formats.writers.onnx.operators import (
     ELEMENT,
     FLOAT_ATTRIBUTES,
     FLOAT_WRITERS,
     Writer,
 )
-from relayquant.formats.writers.onnx_order import ORDER_ATTRIBUTES, ORDER_WRITERS
-from relayquant.formats.writers.onnx_places import PLACE_ATTRIBUTES, PLACE_WRITERS
-from relayquant.formats.writers.onnx_qnn import QNN_WRITERS
-from relayquant.formats.writers.onnx_recurrent import RECURRENT_WRITERS
-from relayquant.formats.writers.onnx_sizes import SIZE_ATTRIBUTES, SIZE_WRITERS, define_sizes
+from relayquant.formats.writers.onnx.order import ORDER_ATTRIBUTES, ORDER_WRITERS
+from relayquant.formats.writers.onnx.places import PLACE_ATTRIBUTES, PLACE_WRITERS
+from relayquant.formats.writers.onnx.qnn import QNN_WRITERS
+from relayquant.formats.writers.onnx.recurrent import RECURRENT_WRITERS
+from relayquant.formats.writers.onnx.sizes import SIZE_ATTRIBUTES, SIZE_WRITERS, define_sizes
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.attributes import find_unmodelled
 from relayquant.ir.rewrite.bind import Model, bind_model

@@ -1,5 +1,5 @@
 """ONNX writer: a table of writers for operators that take several nodes of ONNX
-(see `onnx_operators`).
+(see `operators`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.errors import ModelError
-from relayquant.formats.writers.onnx_builder import OnnxBuilder
-from relayquant.formats.writers.onnx_operators import Writer, integers, write_reduce
+from relayquant.formats.writers.onnx.builder import OnnxBuilder
+from relayquant.formats.writers.onnx.operators import Writer, integers, write_reduce
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype
 
 

@@ -14,13 +14,13 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.errors import ModelError
-from relayquant.formats.writers.onnx_builder import Affine, OnnxBuilder, read_affine
-from relayquant.formats.writers.onnx_grouped import (
+from relayquant.formats.writers.onnx.builder import Affine, OnnxBuilder, read_affine
+from relayquant.formats.writers.onnx.grouped import (
     write_grouped_dense,
     write_grouped_take,
     write_quantize_rows,
 )
-from relayquant.formats.writers.onnx_operators import (
+from relayquant.formats.writers.onnx.operators import (
     ELEMENT,
     FLOAT_WRITERS,
     Writer,

@@ -1,5 +1,5 @@
 """ONNX writer: a table of writers for operators that read or write at places that are computed from
-indices or sizes (see `onnx_operators`).
+indices or sizes (see `operators`).
 
 index_tensor(x, (i, j))      ->  GatherND(x, [i, j])
 adaptive_avg_pool(x, (3,))   ->  MatMul(x, m), where m[:, i] is 1 / count in window i, else 0
@@ -14,16 +14,16 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.errors import ModelError, format_count
-from relayquant.formats.writers.onnx_builder import OnnxBuilder
-from relayquant.formats.writers.onnx_data_movement import long_indices
-from relayquant.formats.writers.onnx_operators import (
+from relayquant.formats.writers.onnx.builder import OnnxBuilder
+from relayquant.formats.writers.onnx.data_movement import long_indices
+from relayquant.formats.writers.onnx.operators import (
     ELEMENT,
     Writer,
     in_channels_first,
     list_operands,
     write_flat,
 )
-from relayquant.formats.writers.onnx_sizes import write_scalar, write_sizes
+from relayquant.formats.writers.onnx.sizes import write_scalar, write_sizes
 from relayquant.ir.rewrite.graph import static_size, tensor_dtype
 
 
