@@ -245,7 +245,8 @@ def pool_windows(data: Array, window: Window, fill: Any) -> Iterator[Array]:
     """
     x = permute_layout(data, window.layout, "N" + get_spatial_letters(window.layout) + "C")
     pads, outputs = window.fit(x.shape[1:-1])
-    x = np.pad(x, [(0, 0), *pads, (0, 0)], constant_values=fill)
+    if np.any(pads):
+        x = np.pad(x, [(0, 0), *pads, (0, 0)], constant_values=fill)
     size, strides, dilation = window.expand()
     for _, at in iterate_taps(size, outputs, strides, dilation):
         yield x[(slice(None), *at)]

@@ -15,6 +15,7 @@ from relayquant.errors import ModelError
 from relayquant.flow.testing.draw import ModelBuilder, draw_inputs
 from relayquant.ir.reference import interpreter, run, single_call
 from relayquant.ir.reference.relax import ROWS
+from relayquant.ir.reference.relax.numpy_library import Numpy
 from relayquant.ir.rewrite.attributes import read_attributes
 
 #: Operators with attributes that training has too.
@@ -133,3 +134,17 @@ def test_attributes__equal_compiled(name):
     assert len(ours) == len(theirs)
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         assert_close(f"result {number} of {list(calls)}, float16", mine, other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    "slope", [0.0, 0.3, 1.0, 1.5, -0.2, np.inf, np.nan, [0.1, 0.0, 1.0], [0.2, 0.5, 0.7]]
+)
+def test_scale_negatives__every_slope_and_value(slope, dtype):
+    tiny, large = np.finfo(dtype).smallest_subnormal, np.finfo(dtype).max
+    positive = np.array([0, tiny, 3 * tiny, 0.7, large, np.inf], dtype)
+    x = np.tile(np.concatenate([positive, -positive, positive[:1] * np.nan])[:, None], (1, 3))
+    slopes = np.asarray(slope, dtype)
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = np.where(x > 0, x, x * slopes)
+        np.testing.assert_array_equal(Numpy.scale_negatives(x, slopes), expected)

@@ -132,9 +132,12 @@ class Numpy:
     def scale_negatives(x: Array, slope: Any) -> Array:
         """Compute x where it is positive, and x * slope elsewhere.
 
-        max(x, 0) + slope * min(x, 0) is the same for finite slopes, and takes a quarter of the time
-        of `np.where`, which predicts a branch for each value.
+        For slopes from 0 to 1 that is the larger of both. max(x, 0) + slope * min(x, 0) is the same
+        for finite slopes. Both avoid `np.where`, which predicts a branch for each value.
         """
+        if np.all((slope > 0) & (slope <= 1)):
+            result = x * slope
+            return np.maximum(x, result, out=result)
         if not np.isfinite(slope).all():
             return np.where(x > 0, x, x * slope)
         zero = x.dtype.type(0)

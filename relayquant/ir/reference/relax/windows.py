@@ -98,9 +98,9 @@ def max_pool(args: list[Any], attrs: Any) -> Any:
     (data,) = args
     lowest = np.iinfo(data.dtype).min if data.dtype.kind in "iu" else -np.inf
     taps = pool_windows(data, get_window(attrs), lowest)
-    result = next(taps)
+    result = next(taps).copy()
     for tap in taps:
-        result = np.maximum(result, tap)
+        np.maximum(result, tap, out=result)
     return to_out_layout(result, attrs)
 
 
