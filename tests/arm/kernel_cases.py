@@ -210,7 +210,9 @@ def make_transposed(spec: Conv2dTranspose) -> Case:
     return Case(build, finish(acc, spec.epilogue, multiplier))
 
 
-def make_dense(spec: Dense) -> Case:
+def make_dense(
+    spec: Dense, pack: Callable = pack_dense, build_kernel: Callable = build_dense
+) -> Case:
     rng = np.random.default_rng(1)
     x = random_values(rng, (spec.rows, spec.in_features), spec.in_dtype)
     w = random_values(rng, (spec.out_features, spec.in_features), "int8")
@@ -219,26 +221,15 @@ def make_dense(spec: Dense) -> Case:
     acc = (x.astype("int64") - spec.in_zero_point) @ w.T.astype("int64") + bias
 
     def build(isa: Isa) -> tuple[PrimFunc, list[np.ndarray]]:
-        packed = pack_dense(spec, isa, w, bias, multiplier)
-        return build_dense(spec, isa), [x, *packed.arguments()]
+        packed = pack(spec, isa, w, bias, multiplier)
+        return build_kernel(spec, isa), [x, *packed.arguments()]
 
     return Case(build, finish(acc, spec.epilogue, multiplier))
 
 
 def make_rows(spec: Dense) -> Case:
     """As `make_dense`, on the kernel for any number of rows."""
-    rng = np.random.default_rng(3)
-    x = random_values(rng, (spec.rows, spec.in_features), spec.in_dtype)
-    w = random_values(rng, (spec.out_features, spec.in_features), "int8")
-    bias = rng.integers(-999, 999, spec.out_features).astype("int32")
-    multiplier = random_multiplier(rng, w)
-    acc = (x.astype("int64") - spec.in_zero_point) @ w.T.astype("int64") + bias
-
-    def build(isa: Isa) -> tuple[PrimFunc, list[np.ndarray]]:
-        packed = pack_dense_rows(spec, isa, w, bias, multiplier)
-        return build_dense_rows(spec, isa), [x, *packed.arguments()]
-
-    return Case(build, finish(acc, spec.epilogue, multiplier))
+    return make_dense(spec, pack_dense_rows, build_dense_rows)
 
 
 def make_matmul(spec: BatchMatmul) -> Case:

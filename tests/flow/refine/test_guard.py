@@ -34,13 +34,6 @@ from relayquant.ir.rewrite.graph import constant_value
 BROKEN = "conv2/relu"
 
 
-@pytest.fixture(scope="module")
-def digits():
-    demo = load_digits()
-    mod, params = rq.load(str(demo.model_path))
-    return mod, params, [np.concatenate(demo.calibration)[:64]]
-
-
 def clip_one(info, samples):
     """A fiftieth of the range for one value: all above it is lost."""
     high = max(float(array.max()) for array in samples)

@@ -16,7 +16,6 @@ from float_models import build_model
 import relayquant as rq
 from relayquant.base.events import CallbackList
 from relayquant.base.runtime import Executor
-from relayquant.demo import load_digits
 from relayquant.flow.pipeline import search_module
 from relayquant.flow.refine.search import (
     make_wide,
@@ -35,13 +34,6 @@ from relayquant.plots.text import list_findings
 BROKEN = "conv2/relu"
 #: has the scale of the broken value, and no products: it is cheaper in float
 CHEAPEST = "pool"
-
-
-@pytest.fixture(scope="module")
-def digits():
-    demo = load_digits()
-    mod, params = rq.load(str(demo.model_path))
-    return mod, params, [np.concatenate(demo.calibration)[:64]]
 
 
 def relative_error(expected, got) -> float:

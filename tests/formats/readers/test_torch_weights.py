@@ -7,24 +7,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from test_weight_copies import X, assert_unchanged, read_outputs
 
 import relayquant as rq
 from relayquant.base.runtime import as_array
 
 torch = pytest.importorskip("torch", reason="pip install torch")
-
-X = np.asarray([[1, -2, 3, -4], [2, 0.5, -1, 1]], "float32")
-
-
-def read_outputs(mod):
-    return [output.copy() for output in rq.reference.run(mod, [X])]
-
-
-def assert_unchanged(mod, change):
-    before = read_outputs(mod)
-    change()
-    for got, expected in zip(read_outputs(mod), before, strict=True):
-        np.testing.assert_array_equal(got, expected)
 
 
 def make_module():

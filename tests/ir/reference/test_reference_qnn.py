@@ -11,6 +11,7 @@ import pytest
 from drawing import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_reference_fixed_point import round_fraction
 
 from relayquant.base.qtypes import INTEGER_LIMITS, Arithmetic, Rounding
 from relayquant.errors import QnnError
@@ -43,15 +44,6 @@ def nearest(value: Fraction, arithmetic: Arithmetic) -> Fraction:
     return Fraction(float(value)) if arithmetic is Arithmetic.FLOAT64 else nearest_float32(value)
 
 
-def round_exact(value: Fraction, rounding: Rounding) -> int:
-    if rounding is Rounding.TONEAREST_EVEN:
-        return round(value)
-    if rounding is Rounding.UPWARD:
-        return math.floor(value + Fraction(1, 2))
-    away = math.floor(abs(value) + Fraction(1, 2))
-    return away if value >= 0 else -away
-
-
 def requantize_exact(x, s_in, z_in, s_out, z_out, dtype, rounding, arithmetic):
     """One value by rational numbers, every rounding of the definition explicit."""
     low, high = INTEGER_LIMITS[dtype]
@@ -60,7 +52,7 @@ def requantize_exact(x, s_in, z_in, s_out, z_out, dtype, rounding, arithmetic):
         exponent = math.frexp(float(ratio))[1]
         mantissa = math.floor(ratio * Fraction(2) ** (31 - exponent) + Fraction(1, 2))
         exact = (x - z_in) * mantissa * Fraction(2) ** (exponent - 31)
-        return min(max(round_exact(exact, rounding) + z_out, low), high)
+        return min(max(round_fraction(exact, rounding) + z_out, low), high)
     multiplier = nearest(ratio, arithmetic)
     product = nearest(nearest(Fraction(x - z_in), arithmetic) * multiplier, arithmetic)
     if rounding is Rounding.TONEAREST_EVEN:
@@ -69,7 +61,7 @@ def requantize_exact(x, s_in, z_in, s_out, z_out, dtype, rounding, arithmetic):
     if rounding is Rounding.UPWARD:
         whole = math.floor(nearest(total + Fraction(1, 2), arithmetic))
     else:
-        whole = round_exact(total, rounding)
+        whole = round_fraction(total, rounding)
     return min(max(whole, low), high)
 
 

@@ -189,16 +189,17 @@ def test_set_standalone_module_name__integers_in_and_out_as_in_fx(backend):
     assert measure_sqnr(want, got) > max(20, measure_sqnr(want, peer) - 3)
 
 
+class Normed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner = torch.nn.LayerNorm(12), torch.nn.Linear(12, 12)
+
+    def forward(self, x):
+        return self.norm(self.inner(self.norm(x)))
+
+
 def test_set_standalone_module_name__integers_where_nothing_takes_them():
-    class Norm(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.inner = torch.nn.LayerNorm(12), torch.nn.Linear(12, 12)
-
-        def forward(self, x):
-            return self.norm(self.inner(self.norm(x)))
-
-    net, data = Around(Norm()).eval(), [torch.randn(4, 12) for _ in range(2)]
+    net, data = Around(Normed()).eval(), [torch.randn(4, 12) for _ in range(2)]
     for one, message in (
         (
             PrepareCustomConfig().set_input_quantized_indexes([0]),
@@ -493,15 +494,7 @@ def test_set_input_quantized_indexes__operators_in_float_train_on_rounded_values
 def test_set_input_quantized_indexes__where_nothing_takes_them_is_refused_first(function):
     """Before the training, that is; with code that runs, when it is converted."""
 
-    class Norm(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.inner = torch.nn.LayerNorm(12), torch.nn.Linear(12, 12)
-
-        def forward(self, x):
-            return self.norm(self.inner(self.norm(x)))
-
-    net, data = Norm().eval(), [torch.randn(4, 12) for _ in range(2)]
+    net, data = Normed().eval(), [torch.randn(4, 12) for _ in range(2)]
     for config, message in (
         (PrepareCustomConfig().set_input_quantized_indexes([0]), "input 'x' is not quantized"),
         (PrepareCustomConfig().set_output_quantized_indexes([0]), "computed in float"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import tvm
@@ -46,25 +48,28 @@ def make_case(
     return view, reference.run(match.graph.mod, [data])[0]
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS, ids=[d for d, _ in LAYOUTS])
-@pytest.mark.parametrize("name", CASES)
-def test_sample_rows__equal_conv2d(name: str, layouts: tuple[str, str]) -> None:
-    data_shape, weight_shape, attrs = CASES[name]
+def check_convolution(
+    convolve: Callable[..., relax.Call], case: tuple, letters: str, layouts: tuple[str, str]
+) -> None:
+    """Patches times weights are what numpy computes, of a case in NCHW and `letters`."""
+    data_shape, weight_shape, attrs = case
     rng = np.random.default_rng(0)
     data = rng.standard_normal(data_shape).astype("float32")
     weight = rng.standard_normal(weight_shape).astype("float32")
     data = np.ascontiguousarray(data.transpose(["NCHW".index(c) for c in layouts[0]]))
-    weight = np.ascontiguousarray(weight.transpose(["OIHW".index(c) for c in layouts[1]]))
+    weight = np.ascontiguousarray(weight.transpose([letters.index(c) for c in layouts[1]]))
     var = relax.Var("x", relax.TensorType(data.shape, "float32"))
-    call = relax.op.nn.conv2d(
-        var,
-        relax.const(weight),
-        data_layout=layouts[0],
-        kernel_layout=layouts[1],
-        **{"padding": [0, 0, 0, 0], **attrs},
+    call = convolve(
+        var, relax.const(weight), data_layout=layouts[0], kernel_layout=layouts[1], **attrs
     )
     view, expected = make_case(call, [var], data, weight)
     check_view(view, data, weight, np.moveaxis(expected, layouts[0].index("C"), -1))
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=[d for d, _ in LAYOUTS])
+@pytest.mark.parametrize("name", CASES)
+def test_sample_rows__equal_conv2d(name: str, layouts: tuple[str, str]) -> None:
+    check_convolution(relax.op.nn.conv2d, CASES[name], "OIHW", layouts)
 
 
 def test_sample_rows__equal_conv1d() -> None:
@@ -117,18 +122,7 @@ TRANSPOSED_CASES = {
 @pytest.mark.parametrize("layouts", [("NCHW", "IOHW"), ("NHWC", "HWOI")], ids=["NCHW", "NHWC"])
 @pytest.mark.parametrize("name", TRANSPOSED_CASES)
 def test_sample_rows__equal_conv2d_transpose(name: str, layouts: tuple[str, str]) -> None:
-    data_shape, weight_shape, attrs = TRANSPOSED_CASES[name]
-    rng = np.random.default_rng(0)
-    data = rng.standard_normal(data_shape).astype("float32")
-    weight = rng.standard_normal(weight_shape).astype("float32")
-    data = np.ascontiguousarray(data.transpose(["NCHW".index(c) for c in layouts[0]]))
-    weight = np.ascontiguousarray(weight.transpose(["IOHW".index(c) for c in layouts[1]]))
-    var = relax.Var("x", relax.TensorType(data.shape, "float32"))
-    call = relax.op.nn.conv2d_transpose(
-        var, relax.const(weight), data_layout=layouts[0], kernel_layout=layouts[1], **attrs
-    )
-    view, expected = make_case(call, [var], data, weight)
-    check_view(view, data, weight, np.moveaxis(expected, layouts[0].index("C"), -1))
+    check_convolution(relax.op.nn.conv2d_transpose, TRANSPOSED_CASES[name], "IOHW", layouts)
 
 
 def test_sample_rows__of_several_batches_are_those_of_the_joined_batch() -> None:

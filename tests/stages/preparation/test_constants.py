@@ -96,36 +96,28 @@ def test_dequantize_of_constant__stays(check_prepared):
     check_prepared(before, expected)
 
 
-def test_shape_arithmetic__folded(check_prepared):
-    index = relax.const(np.array(1), "int64")
+def divide_by_size(axis):
+    """main(x) of x over its size along an axis."""
+    index = relax.const(np.array(axis), "int64")
 
     @as_main
-    def before(x: R.Tensor(("n", 3), "float32")):
-        s = R.shape_of(x)
-        t = R.shape_to_tensor(s)
-        d = R.take(t, index, axis=0)
-        f = R.astype(d, "float32")
-        return R.divide(x, f)
+    def divided(x: R.Tensor(("n", 3), "float32")):
+        d = R.take(R.shape_to_tensor(R.shape_of(x)), index, axis=0)
+        return R.divide(x, R.astype(d, "float32"))
 
+    return divided
+
+
+def test_shape_arithmetic__folded(check_prepared):
     @as_main
     def expected(x: R.Tensor(("n", 3), "float32")):
         return R.divide(x, R.const(3.0, "float32"))
 
-    check_prepared(before, expected)
+    check_prepared(divide_by_size(1), expected)
 
 
 def test_symbolic_size__stays_computed(check_same_numbers):
-    index = relax.const(np.array(0), "int64")
-
-    @as_main
-    def before(x: R.Tensor(("n", 3), "float32")):
-        s = R.shape_of(x)
-        t = R.shape_to_tensor(s)
-        d = R.take(t, index, axis=0)
-        f = R.astype(d, "float32")
-        return R.divide(x, f)
-
-    check_same_numbers(before, np.ones((5, 3), "float32"))
+    check_same_numbers(divide_by_size(0), np.ones((5, 3), "float32"))
 
 
 def test_large_fill__stays(check_prepared):
