@@ -147,6 +147,26 @@ def legalize_astype(builder: relax.BlockBuilder, call: Call) -> Any:
     return builder.call_te(compute_narrow, *call.args, primfunc_name_hint="astype")
 
 
+def legalize_layer_norm(builder: relax.BlockBuilder, call: Call) -> Any:
+    """Legalize layer_norm(x) of float64, which TVM's kernel does not take, by its definition."""
+    if tensor_dtype(call) != "float64":
+        return legalize_as_tvm(builder, call)
+    data, scale, shift = call.args
+    emit, attrs, rank = builder.emit, call.attrs, data.ty.ndim
+    axes = sorted(int(axis) % rank for axis in attrs.axes)
+    extents = [size if axis in axes else 1 for axis, size in enumerate(shape_of(data))]
+    mean = emit(relax.op.mean(data, axes, True))
+    centered = emit(relax.op.subtract(data, mean))
+    power = emit(relax.op.mean(emit(relax.op.multiply(centered, centered)), axes, True))
+    lifted = emit(relax.op.add(power, relax.const(float(attrs.epsilon), "float64")))
+    value = relax.op.divide(centered, emit(relax.op.sqrt(lifted)))
+    if attrs.scale:
+        value = relax.op.multiply(emit(value), emit(relax.op.reshape(scale, extents)))
+    if attrs.center:
+        value = relax.op.add(emit(value), emit(relax.op.reshape(shift, extents)))
+    return value
+
+
 def legalize_sinh(builder: relax.BlockBuilder, call: Call) -> Any:
     """Legalize sinh(x) as tanh(x) * cosh(x), which is as exact near 0."""
 
@@ -380,6 +400,7 @@ LEGALIZATIONS = {
     **dict.fromkeys(("relax.sign", "relax.negative"), legalize_sign),
     "relax.sinh": legalize_sinh,
     "relax.cosh": legalize_cosh,
+    "relax.nn.layer_norm": legalize_layer_norm,
     "relax.nn.selu": legalize_selu,
     "relax.nn.softmax": legalize_softmax,
     "relax.nn.pad": legalize_pad,

@@ -21,6 +21,7 @@ from relayquant.ir.rewrite.graph import call_name, tensor_dtype
 WIDE_SUMS = {"bfloat16": "float32"}
 HALVES = {"float16": "float32", "bfloat16": "float32"}
 TRUTHS = {"bool": "int8"}
+TRUTHS_AND_SUMS = {**TRUTHS, **WIDE_SUMS}
 SUMS = {"bool": "int64", **WIDE_SUMS}
 MEANS = {"bool": "float32", **WIDE_SUMS}
 SORTED = {
@@ -54,9 +55,7 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
     "relax.image.grid_sample": WIDE_SUMS,
     "relax.index_put": WIDE_SUMS,
     "relax.mod": WIDE_SUMS,
-    "relax.argmax": TRUTHS,
-    "relax.argmin": TRUTHS,
-    "relax.cumprod": {**TRUTHS, **WIDE_SUMS},
+    **dict.fromkeys(("relax.argmax", "relax.argmin", "relax.cumprod"), TRUTHS_AND_SUMS),
     "relax.cumsum": SUMS,
     **dict.fromkeys(("relax.isfinite", "relax.isinf", "relax.isnan"), WIDE_SUMS),
     "relax.max": {"bool": "uint8"},  # whose lowest and highest value are false and true
@@ -66,6 +65,7 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
     "relax.nn.group_norm": WIDE_SUMS,
     "relax.nn.instance_norm": WIDE_SUMS,
     "relax.nn.layer_norm": WIDE_SUMS,
+    "relax.nn.pad": WIDE_SUMS,
     "relax.nn.rms_norm": WIDE_SUMS,
     "relax.power": WIDE_SUMS,
     "relax.prod": WIDE_SUMS,

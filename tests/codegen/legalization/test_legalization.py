@@ -288,6 +288,28 @@ def test_pad__wider_than_its_axis_reads_nothing_beyond(mode, widths, is_known):
         np.testing.assert_array_equal(found, np.pad(data, np.reshape(widths, (-1, 2)), name))
 
 
+@pytest.mark.parametrize("axes", [[2], [1, 2], [1]])
+@pytest.mark.parametrize("form", [{}, {"scale": False}, {"center": False}], ids=str)
+def test_layer_norm__of_float64(axes, form):
+    """TVM's kernel takes narrower floats only."""
+    rng = np.random.default_rng(0)
+    data = rng.standard_normal((2, 3, 4))
+    scale, shift = rng.standard_normal((2, *(data.shape[axis] for axis in axes)))
+    weights = [relax.const(each, "float64") for each in (scale, shift)]
+
+    def normalize(x):
+        return relax.op.nn.layer_norm(x, *weights, axes=axes, epsilon=0.1, **form)
+
+    axis = tuple(axes)
+    centered = data - data.mean(axis, keepdims=True)
+    wanted = centered / np.sqrt((centered**2).mean(axis, keepdims=True) + 0.1)
+    extents = [size if at in axes else 1 for at, size in enumerate(data.shape)]
+    wanted = wanted * (scale.reshape(extents) if form.get("scale", True) else 1)
+    wanted = wanted + (shift.reshape(extents) if form.get("center", True) else 0)
+    found, _ = run_compiled(normalize, data)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_selu__keeps_its_digits_near_zero(dtype):
     """1 ulp or a few: e^x - 1 of two rounded numbers has no digit of x = -1e-10."""

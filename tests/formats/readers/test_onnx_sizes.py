@@ -446,3 +446,22 @@ def test_slice__of_no_axes(size):
     opsets = [helper.make_opsetid("", 17)]
     compiled = Compiled(helper.make_model(graph, opset_imports=opsets, ir_version=8))
     compiled.check({"x": RNG.standard_normal((3, 2)).astype("float32")})
+
+
+@pytest.mark.parametrize("bounds", [(-2, 99, 1), (-1, -99, -1)])
+def test_slice__along_an_axis_that_is_counted_from_the_end(bounds):
+    names = ("start", "end", "axis", "step")
+    values = (*bounds[:2], -1, bounds[2])
+    graph = helper.make_graph(
+        [helper.make_node("Slice", ["x", *names], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", 1, ["n", "k"])],
+        [helper.make_tensor_value_info("y", 1, None)],
+        [
+            numpy_helper.from_array(np.array([n]), name)
+            for name, n in zip(names, values, strict=True)
+        ],
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    compiled = Compiled(helper.make_model(graph, opset_imports=opsets, ir_version=8))
+    compiled.check({"x": RNG.standard_normal((3, 4)).astype("float32")})

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 import tvm
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 from onnx_node_cases import TARGET
 from tvm import relax
 
@@ -111,3 +113,39 @@ def test_cast__to_bfloat16_keeps_nan(dtype):
     found = compute("Cast", {"to": TensorProto.BFLOAT16}, data).astype("float64")
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(found, data.astype("float64"))
+
+
+#: Operators of bfloat16 for which TVM has no code: (operator, attributes, constants)
+NARROW = (
+    ("Clip", {}, {"low": np.array(-0.5), "high": np.array(1.0)}),
+    ("Pad", {}, {"pads": np.array([0, 1, 2, 1]), "value": np.array(1.5)}),
+    ("Pad", {"mode": "reflect"}, {"pads": np.array([0, 1, 0, 1])}),
+    ("ArgMax", {"axis": 1}, {}),
+    ("ArgMin", {"axis": -1, "select_last_index": 1}, {}),
+    ("Hardmax", {"axis": 0}, {}),
+)
+
+
+@pytest.mark.parametrize(("op", "attributes", "constants"), NARROW, ids=[row[0] for row in NARROW])
+def test_bfloat16__as_the_reference_evaluator(op, attributes, constants):
+    data = np.random.default_rng(0).standard_normal((3, 4)).astype(ml_dtypes.bfloat16)
+    weights = [
+        numpy_helper.from_array(
+            each.astype(ml_dtypes.bfloat16) if each.dtype.kind == "f" else each, name
+        )
+        for name, each in constants.items()
+    ]
+    node = helper.make_node(op, ["x", *constants], ["y"], **attributes)
+    graph = helper.make_graph(
+        [node],
+        "one",
+        [helper.make_tensor_value_info("x", TensorProto.BFLOAT16, data.shape)],
+        [onnx.ValueInfoProto(name="y")],
+        weights,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    mod, _ = rq.load(model)
+    machine = relax.VirtualMachine(rq.compile(mod, TARGET), tvm.cpu())
+    found = machine["main"](tvm.runtime.tensor(data)).numpy()
+    (wanted,) = ReferenceEvaluator(model).run(None, {"x": data})
+    np.testing.assert_array_equal(found.astype("float64"), wanted.astype("float64"))

@@ -20,7 +20,7 @@ from relayquant.formats.readers.onnx.sizes import (
 from relayquant.formats.readers.refusal import Refusal
 
 #: Dtypes for which R.nn.pad computes the pad value in the dtype of the data.
-FLOATS = ("float16", "float32", "float64")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 #: mode in ONNX -> mode of R.nn.pad
 PAD_MODES = {
     b"constant": "constant",

@@ -238,6 +238,7 @@ def slice_by_sizes(
         return None
     if not taken:
         return data
+    taken = [axis % len(sizes) for axis in taken]
     known = [simplify(sizes[axis] + 0) for axis in taken]
     begins, stops = [], []
     for size, start, end, stride in zip(known, starts, ends, strides, strict=True):
