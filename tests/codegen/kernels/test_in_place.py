@@ -25,8 +25,8 @@ from relayquant.codegen.kernels.integer.conv import build_planned
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_constants
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.specs import Conv2d, Tile
-from relayquant.codegen.kernels.integer.tiled import stores_once
 from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan, TileRows, plan_tiles
+from relayquant.codegen.kernels.integer.tiled_results import stores_once
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.bf16 import TILES_BF16
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS

@@ -44,10 +44,10 @@ from relayquant.codegen.kernels.floating.halves import load_numbers
 from relayquant.codegen.kernels.floating.row_norm import fence
 from relayquant.codegen.kernels.floating.softmax import LOG2_E, MANTISSA_BITS, ROUND_TO_EXPONENT
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
-from relayquant.codegen.kernels.integer.tiled import ask_permission, emit_if
 from relayquant.codegen.kernels.isa.bf16 import TILES_BF16, Bf16Isa, join_pairs
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS
 from relayquant.codegen.kernels.permutation import transpose_vectors
+from relayquant.codegen.kernels.unit_permission import ask_permission, emit_if
 
 #: Query rows of a task, and keys of a block.
 ROWS, KEYS = 256, 256

@@ -55,19 +55,19 @@ from relayquant.codegen.kernels.integer.operands import (
 )
 from relayquant.codegen.kernels.integer.plan_choice import choose_instructions
 from relayquant.codegen.kernels.integer.specs import Tile
-from relayquant.codegen.kernels.integer.tiled import (
-    Storing,
-    SumTile,
-    emit_residual_prefetch,
-    emit_tiled,
-    locate_result,
-    mark_stores_once,
-)
+from relayquant.codegen.kernels.integer.tiled import emit_tiled
 from relayquant.codegen.kernels.integer.tiled_plan import (
     FIRST_CACHE_BYTES,
     TiledPlan,
     TileRows,
     list_rows,
+)
+from relayquant.codegen.kernels.integer.tiled_results import (
+    Storing,
+    SumTile,
+    emit_residual_prefetch,
+    locate_result,
+    mark_stores_once,
 )
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa, round_to_bf16

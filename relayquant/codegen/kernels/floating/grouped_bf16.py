@@ -53,10 +53,10 @@ from relayquant.codegen.kernels.integer.grouped_plan import (
     plan_grouped,
 )
 from relayquant.codegen.kernels.integer.operands import load_partial
-from relayquant.codegen.kernels.integer.tiled import ask_permission, emit_if
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.isa.bf16 import TILES_BF16, Bf16Isa, join_pairs
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS, Tiles
+from relayquant.codegen.kernels.unit_permission import ask_permission, emit_if
 
 #: Tiles of rows, and panels, of a block of sums.
 SIDE = 2

@@ -89,8 +89,9 @@ from relayquant.codegen.kernels.integer.operands import (
 )
 from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
-from relayquant.codegen.kernels.integer.tiled import emit_tiled, mark_stores_once
+from relayquant.codegen.kernels.integer.tiled import emit_tiled
 from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan
+from relayquant.codegen.kernels.integer.tiled_results import mark_stores_once
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 
 #: Most runs of tiles that threads share, whose results are stored during the next products, and

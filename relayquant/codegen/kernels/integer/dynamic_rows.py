@@ -51,7 +51,6 @@ from relayquant.codegen.kernels.integer.operands import (
 )
 from relayquant.codegen.kernels.integer.plan_choice import choose_instructions
 from relayquant.codegen.kernels.integer.specs import Dense, PackedWeights, Tile
-from relayquant.codegen.kernels.integer.tiled import ask_unit, count_parts, emit_if
 from relayquant.codegen.kernels.integer.tiled_plan import FEWEST_PIXELS, TiledPlan
 from relayquant.codegen.kernels.integer.tiled_rows import (
     FEWEST_ROWS,
@@ -60,6 +59,7 @@ from relayquant.codegen.kernels.integer.tiled_rows import (
 )
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.row_loops import choose_heights, count_chunk_rows, loop_over_rows
+from relayquant.codegen.kernels.unit_permission import ask_unit, count_parts, emit_if
 
 #: Rows for which the full tile is chosen: many, and divisible by every height.
 MANY_ROWS = 5040

@@ -63,9 +63,9 @@ from relayquant.codegen.kernels.integer.grouped_plan import (
     take_word,
 )
 from relayquant.codegen.kernels.integer.grouped_tiled import emit_tiled_rows
-from relayquant.codegen.kernels.integer.tiled import ask_unit, emit_if
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.row_loops import emit_chunk
+from relayquant.codegen.kernels.unit_permission import ask_unit, emit_if
 
 #: Distance at which codes are prefetched into the first-level cache for a tile of rows; one row has
 #: its own (`GroupedPlan.streams`). Without it, products of the first rows wait for the hardware's

@@ -27,16 +27,14 @@ from relayquant.codegen.kernels.integer.operands import (
 from relayquant.codegen.kernels.integer.specs import Conv2d
 from relayquant.codegen.kernels.integer.tiled import (
     CACHED_WEIGHT_BYTES,
-    INTEGERS,
     PARALLEL_CYCLES,
-    SumBlock,
-    emit_if,
     emit_products,
-    emit_results,
 )
 from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan, TileRows
+from relayquant.codegen.kernels.integer.tiled_results import INTEGERS, SumBlock, emit_results
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.isa.matrix_unit import Tiles
+from relayquant.codegen.kernels.unit_permission import emit_if
 
 #: Bytes of the activations of a chunk. A chunk has at least `LEAST_CHUNK` rows.
 CHUNK_BYTES, LEAST_CHUNK = 512 * 1024, 64
@@ -67,7 +65,7 @@ def emit_tiled_rows(
     """Emit all rows, at least `FEWEST_ROWS`, one chunk after the other.
 
     The panels and tiles of a chunk have up to so many `parts` for threads; see
-    `tiled.count_parts`. None: all on one thread.
+    `unit_permission.count_parts`. None: all on one thread.
     """
     threads = parts is not None
     width = plan.spec.in_channels
