@@ -30,7 +30,7 @@ from relayquant.stages.prepared import CalibrationGraph, FitPoint
 FEWEST_SAMPLES = 16
 #: Multiply-adds for one run over these samples. A model that takes more for each has fewer of them,
 #: but no fewer than the second number: its values have more positions.
-FEWEST_WORK, LEAST_SAMPLES = 3e10, 4
+FEWEST_WORK, LEAST_SAMPLES = 2.5e10, 4
 
 
 @dataclass(frozen=True, eq=False)
