@@ -182,6 +182,16 @@ def test_choose_plan__few_rows_stay_on_vectors():
         assert choose_plan(Dense(rows, 512, 512).as_conv2d(), AMX).isa.unit is AMX_INT8
 
 
+@pytest.mark.parametrize(
+    ("size", "channels", "outputs", "unit"),
+    [(14, 48, 192, AMX_INT8), (14, 40, 240, AMX_INT8), (56, 24, 144, None), (55, 16, 64, None)],
+)
+def test_choose_plan__storing_results_counts_on_both_sides(size, channels, outputs, unit):
+    """Of few channels results take most of the time; tiles store them while they multiply."""
+    spec = Conv2d(1, size, size, channels, outputs, (1, 1), epilogue=Epilogue(is_small=True))
+    assert choose_plan(spec, AMX).isa.unit is unit
+
+
 def test_choose_plan__a_tile_that_is_asked_for_decides_nothing_else():
     plan = choose_plan(WIDE, AMX)
     for tile in plan.ranked_tiles:

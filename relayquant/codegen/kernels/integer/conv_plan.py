@@ -21,6 +21,9 @@ from relayquant.codegen.kernels.isa.base import Isa
 #: then keeps much more on the stack.
 STACK_COST, UNROLLED_STACK_COST = 0.4, 3.0
 UNROLLED_WORDS = 8
+#: Instructions that convert, pack and store a result: 12 for a vector of 16, in 3 cycles, which is
+#: the least that tiles take (`tiled_plan.STORE_CYCLES`).
+RESULT_INSTRUCTIONS = 0.75
 #: Words of a loop that LLVM unrolls after which the next pixel may read the same word again.
 NEAR_WORDS = 2
 #: Share of the registers that a tile may use before joined words. LLVM unrolls the short loops
@@ -338,7 +341,8 @@ class ConvPlan:
 
         Each word takes dot products, loads of activations and loads of weights. Each tile has to
         split accumulators of several pixels. The copy loads and stores every vector of the input.
-        Everything else is the same for all instruction sets that a target can choose from.
+        Results are converted and stored, during other products if a matrix unit computes these;
+        this is the same for all other instruction sets, as is everything else.
         """
         tile, isa = self.tile, self.isa
         _, rows, cols = self.pixel_grid
@@ -348,7 +352,8 @@ class ConvPlan:
         step = sums * isa.dot_cost + tile.pixels * isa.word_cost + weights
         apart = sums * (isa.pixels - 1)
         copied = 2 * prod(self.spec.in_shape) / 16 if self.needs_copy else 0
-        return tiles * self.groups * self.panels * (words * step + apart) + copied
+        stored = RESULT_INSTRUCTIONS * prod(self.pixel_grid) * self.groups * self.group_out
+        return tiles * self.groups * self.panels * (words * step + apart) + copied + stored
 
     @property
     def result_pitch(self) -> int:
