@@ -4,6 +4,7 @@ whether the higher level follows the float model at least as well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -19,8 +20,9 @@ from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import iterate_results, result_expr
 from relayquant.stages.calibration.observer_selection import (
+    TOLERANCE,
+    compare_noise,
     find_probabilities,
-    is_as_near,
     measure_noise,
     take_logarithms,
 )
@@ -55,7 +57,7 @@ def keep_nearer(
     module = lower(other)
     measure = make_meter(calibrated, batches)
     (differing, noise), (other_differing, base) = measure(qmod), measure(module)
-    is_kept = differing <= other_differing and is_as_near(noise, base)
+    is_kept = differing <= other_differing and is_nearer(noise, base)
     return (calibrated, qmod) if is_kept else (other, module)
 
 
@@ -95,3 +97,12 @@ def make_meter(
         return differing, np.concatenate(parts, axis=1)
 
     return measure
+
+
+def is_nearer(noise: NDArray[np.float64], base: NDArray[np.float64]) -> bool:
+    """Whether the outputs are nearer to the float model's than with the noise `base`, both
+    (outputs, samples): a gain on average that is larger than its standard error, and no output that
+    may lose more than `TOLERANCE` within its own.
+    """
+    bounds = [math.fsum(compare_noise(*pair)) for pair in zip(noise, base, strict=True)]
+    return math.fsum(bounds) <= 0 and max(bounds) <= TOLERANCE

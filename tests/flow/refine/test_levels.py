@@ -14,7 +14,7 @@ from relayquant.config import GuardSettings
 from relayquant.data import SpreadSample, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.flow.refine import levels
-from relayquant.flow.refine.levels import make_meter, pick_compared
+from relayquant.flow.refine.levels import is_nearer, make_meter, pick_compared
 
 
 def test_make_meter__a_softmax_is_judged_by_its_logarithm():
@@ -41,12 +41,34 @@ def test_make_meter__a_softmax_is_judged_by_its_logarithm():
     )
 
 
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [
+        ([1.0, -0.1], True),
+        ([1.5, -0.8], False),  # one output loses, whatever the other gains
+        ([-0.1, 0.0], False),
+        ([0.0, 0.0], True),
+        ([-np.inf], False),
+    ],
+)
+def test_is_nearer__no_output_loses(gains, expected):
+    base = np.ones((len(gains), 6))
+    assert is_nearer(base * 10 ** (-np.array(gains)[:, None] / 10), base) is expected
+
+
+def test_is_nearer__a_gain_within_its_standard_error_is_chance():
+    base, noise = np.ones((1, 6)), np.full((1, 6), 0.9)
+    assert is_nearer(noise, base)
+    noise[0, :2] = 0.3, 1.5  # the same sum
+    assert not is_nearer(noise, base)
+
+
 @pytest.mark.parametrize("is_near", [True, False])
 def test_quantize__best_keeps_the_level_that_follows_better(monkeypatch, is_near):
     mod = build_model(lambda emit, x: emit.dense("z", emit.dense("y", x, 30), 3), (4, 25))
     rng = np.random.default_rng(0)
     data = [rng.normal(size=(4, 25)).astype("float32") for _ in range(4)]
-    monkeypatch.setattr(levels, "is_as_near", lambda *_: is_near)
+    monkeypatch.setattr(levels, "is_nearer", lambda *_: is_near)
     best = rq.quantize(mod, None, data, effort="best")
     balanced = rq.quantize(mod, None, data)
     ledger = rq.ledger(best)
