@@ -96,7 +96,7 @@ def quantize(
             `.outputs` hold their scales and zero points.
         qparams: {value: QParams} for values that are not calibrated; see `load_qparams`.
         callbacks: Called with progress, and with one line at the end; see
-            `relayquant.base.events.Callback`. By default the line goes to standard error; () is
+            `relayquant.Callback`. By default the line goes to standard error; () is
             silent.
         strict: Raise one error that lists every operator whose QConfig is not supported, instead of
             keeping them in float.

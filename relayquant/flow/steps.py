@@ -102,7 +102,7 @@ def calibrate(
         order: See `Order`. None: the order of the level of effort, or topological if a callable
             chooses parameters.
         fit: How weights are rounded and biases corrected. None: as the level of effort says.
-        callbacks: See `relayquant.base.events.Callback`.
+        callbacks: See `relayquant.Callback`.
         checkpoint: A folder. A calibration that was interrupted or killed continues from it if it
             is started again with the same arguments. The data set is read again and compared, and
             nothing is computed twice. Deleted at the end. It holds the stored values, about

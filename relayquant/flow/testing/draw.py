@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tvm
 from tvm import relax
+from tvm.ir import Call
 from tvm.relax.dpl import CallPattern, TuplePattern
 
 from relayquant.base.qtypes import Role
@@ -22,6 +23,7 @@ from relayquant.ir.dialect.qnn.recurrent import CELLS
 from relayquant.ir.ops import QuantOp
 from relayquant.ir.reference.unary import RELAX_UNARY
 from relayquant.ir.rewrite import Pattern
+from relayquant.ir.rewrite.expressions import with_operands
 
 
 class ModelBuilder:
@@ -39,12 +41,23 @@ class ModelBuilder:
         return choices[int(self.rng.integers(len(choices)))]
 
     def emit(self, expr: relax.Expr, hint: str = "v", *, last: bool = False) -> relax.Var:
-        """Bind an expression to a new name."""
-        value = self.builder.normalize(expr)
+        """Bind an expression to a new name. Calls inside it get names of their own."""
+        value = self.builder.normalize(self._without_calls(expr))
         make = relax.Var if last else relax.DataflowVar
         var = make(f"{hint}{len(self.bindings)}", value.ty)
         self.bindings.append(relax.VarBinding(var, value))
         return var
+
+    def _without_calls(self, expr: relax.Expr) -> relax.Expr:
+        """Return an expression whose operands are bound."""
+        if isinstance(expr, Call):
+            return with_operands(expr, [self._bound(arg) for arg in expr.args])
+        return self._bound(expr)
+
+    def _bound(self, expr: relax.Expr) -> relax.Expr:
+        if isinstance(expr, relax.Tuple):
+            return relax.Tuple([self._bound(part) for part in expr.fields])
+        return self.emit(expr) if isinstance(expr, Call) else expr
 
     def constant(self, *shape: int, scale: float = 0.5) -> relax.Expr:
         """Draw a float32 constant of normal values."""

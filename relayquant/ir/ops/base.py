@@ -59,7 +59,15 @@ class Output(enum.Enum):
 @check_fields
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """A quantized part of the pattern. `axis(match)` is its channel axis, or None."""
+    """A quantized part of the pattern.
+
+    Attributes:
+        name: Its name in the pattern. A row with a bias names its operands "data", "weight" and
+            "bias".
+        role: What it is. A weight or a bias is a constant.
+        axis: Match -> channel axis of a weight. Without one, the weight has one scale. A bias has
+            the scales of the accumulator, along the row's `accumulator_axis`.
+    """
 
     name: str
     role: Role = Role.ACTIVATION
@@ -328,6 +336,19 @@ class QuantOp:
                 f"have. {suggest_name(self.op, allowed)}",
                 code="RQ106",
             )
+        named = {operand.name: operand.role for operand in self.operands}
+        if Role.BIAS in named.values():
+            kept = {"data": Role.ACTIVATION, "weight": Role.WEIGHT, "bias": Role.BIAS}
+            lacking = [
+                f"{name!r} of {role}" for name, role in kept.items() if named.get(name) != role
+            ]
+            lacking += ["accumulator_axis"] if self.accumulator_axis is None else []
+            if lacking:
+                raise ConfigError(
+                    f"QuantOp {self.name!r}: a bias is added to the sums of data and weight, in "
+                    f"their scale; the row lacks {' and '.join(lacking)}.",
+                    code="RQ106",
+                )
         if self.realize is None and self.kind is not Kind.SHARING and not self.has_affine_rule:
             raise ConfigError(
                 f"QuantOp {self.name!r}: realize=None is allowed only for Kind.SHARING and for an "

@@ -69,16 +69,18 @@ def run_axis(row: QuantOp, operand: Operand, match: Match) -> int | None:
     Raises:
         ConfigError: The callback raised, or did not return an axis of the operand.
     """
-    function = operand.axis
+    # A bias may have fewer axes than the result, whose axes its row counts.
+    is_bias = operand.role is Role.BIAS
+    function = row.accumulator_axis if is_bias else operand.axis
     if function is None:
         return None
-    where = describe_place(row, match.name, f"axis of {operand.name!r}")
+    where = describe_place(
+        row, match.name, "accumulator_axis" if is_bias else f"axis of {operand.name!r}"
+    )
     axis = call_user(where, lambda: function(match))
     rank = getattr(match.parts[operand.name].ty, "ndim", -1)
     is_axis = isinstance(axis, int) and not isinstance(axis, bool)
-    # A bias may have fewer axes than the result. Its row counts the axes of the result.
-    is_counted = rank < 0 or operand.role is Role.BIAS
-    if axis is not None and not (is_axis and (is_counted or 0 <= axis < rank)):
+    if axis is not None and not (is_axis and (rank < 0 or is_bias or 0 <= axis < rank)):
         raise ConfigError(
             f"{where} returned {axis!r}; allowed: an axis of the operand, 0 to {rank - 1}, or "
             "None.",

@@ -233,7 +233,7 @@ def build_conv_ops(family: ConvFamily) -> tuple[QuantOp, ...]:
 
 
 def _bias_operand(pattern) -> tuple[Operand, ...]:
-    return (Operand("bias", Role.BIAS, output_axis),) if "bias" in pattern.parts else ()
+    return (Operand("bias", Role.BIAS),) if "bias" in pattern.parts else ()
 
 
 CONV_OPS: tuple[QuantOp, ...] = tuple(row for f in CONV_FAMILIES for row in build_conv_ops(f))

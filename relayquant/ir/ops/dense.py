@@ -138,7 +138,7 @@ def build_dense_ops() -> tuple[QuantOp, ...]:
     for suffix, pattern in weighted_patterns(MATMUL):
         operands = [Operand("data"), Operand("weight", Role.WEIGHT, weight_axis)]
         if "bias" in pattern.parts:
-            operands.append(Operand("bias", Role.BIAS, output_axis))
+            operands.append(Operand("bias", Role.BIAS))
         rows.append(
             QuantOp(
                 "dense" + suffix, MATMUL, pattern, tuple(operands), Kind.ANCHOR,

@@ -39,7 +39,7 @@ from relayquant.ir.ops.base import (
     narrow_integer,
     repeat_match,
 )
-from relayquant.ir.ops.callbacks import describe_place, run_realize_grouped
+from relayquant.ir.ops.callbacks import describe_place, run_axis, run_realize_grouped
 from relayquant.ir.ops.dynamic import quantize_rows_at_run_time, round_at_run_time
 from relayquant.ir.ops.find import find_pattern, match_operator, operand_constant
 from relayquant.ir.ops.narrow_float import NarrowFloats
@@ -372,8 +372,7 @@ def bias_qparams(
     """
     keys = dict(operator.operands)
     data, weight = parameters[keys["data"]], parameters[keys["weight"]]
-    axis_of = pattern.operand("bias").axis
-    axis = axis_of(match) if axis_of is not None else None
+    axis = run_axis(pattern, pattern.operand("bias"), match)
     # The constant may have fewer dimensions than the result it is added to.
     rank = match.parts["bias"].ty.ndim
     if axis is not None:

@@ -12,6 +12,7 @@ from tvm.relax.dpl import is_op, wildcard
 
 import relayquant as rq
 from relayquant.flow.testing.check import PatternMismatch, check_pattern
+from relayquant.flow.testing.draw import ModelBuilder
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ops import BUILTIN_OPS, Kind, Operand, Output, Quantized, QuantOp
 from relayquant.ir.ops.recurrent import RECURRENT_OPS
@@ -68,6 +69,17 @@ def test_own_pattern__right():
 def test_own_pattern__wrong_realize_is_noticed():
     with pytest.raises(PatternMismatch, match=r"'doubled'.* differ between the stages"):
         check_pattern(doubled_op(1.9), build_doubled, compiled=False)
+
+
+def test_own_pattern__calls_inside_of_calls():
+    def build(b):
+        x = b.activation(2, 4)
+        return b.emit(relax.op.concat([relax.op.add(relax.op.tanh(x), x), x]))
+
+    builder = ModelBuilder(0)
+    mod = builder.finish(build(builder))
+    ops = [binding.value.op.name for binding in mod["main"].body.blocks[0].bindings]
+    assert ops[1:] == ["relax.tanh", "relax.add", "relax.concat", "relax.matmul"]
 
 
 @pytest.mark.parametrize("name", ["conv2d_bias", "dense", "add", "gelu", "max_pool2d", "mean"])

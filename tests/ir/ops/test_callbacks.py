@@ -17,7 +17,7 @@ from tvm.relax.dpl import is_op, wildcard
 
 import relayquant as rq
 from relayquant import extend
-from relayquant.base.qtypes import QParams
+from relayquant.base.qtypes import QParams, Role
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ops import Kind, Operand, Output, Quantized, QuantOp, base
 from relayquant.ir.ops.find import find_pattern
@@ -242,3 +242,25 @@ def test_extend__has_what_the_callbacks_of_a_row_take():
     ]
     assert {each.__name__ for each in taken} >= {"RealizeContext", "DynamicContext"}
     assert {each for each in taken if getattr(extend, each.__name__, None) is not each} == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"accumulator_axis": None}, "the row lacks accumulator_axis"),
+        ({"names": ("x", "w", "bias")}, "the row lacks 'data' of .*ACTIVATION and 'weight' of"),
+    ],
+)
+def test_row_with_a_bias__lacks_what_its_scale_needs(changes, message):
+    """The bias has the scale of the sums, so these must be known."""
+    options = {"names": ("data", "weight", "bias"), "accumulator_axis": lambda match: 1, **changes}
+    parts = {name: wildcard() for name in options.pop("names")}
+    data, weight, bias = parts.values()
+    root = is_op("relax.add")(is_op("relax.nn.conv2d")(data, weight), bias)
+    roles = (Role.ACTIVATION, Role.WEIGHT, Role.BIAS)
+    operands = tuple(map(Operand, parts, roles))
+    with pytest.raises(rq.ConfigError, match=f"QuantOp 'mine': .*{message}"):
+        QuantOp(
+            "mine", "relax.nn.conv2d", Pattern(root, parts), operands, Kind.ANCHOR, Output.OWN,
+            realize, **options,
+        )  # fmt: skip

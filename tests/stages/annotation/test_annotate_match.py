@@ -37,6 +37,7 @@ def weighted_row(name: str, of: str, *, add: bool = False, **changes) -> QuantOp
     row = QuantOp(
         name, of, Pattern(root, parts), operands, Kind.ANCHOR, Output.WHEN_WANTED,
         lambda context: rq.extend.Skip("no integers here"), attributes=("padding",),
+        accumulator_axis=(lambda match: 1) if add else None,
     )  # fmt: skip
     return replace(row, **changes)
 
