@@ -5,100 +5,26 @@ They replace loop nests of TVM that cost far more, do not compile, or read memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tvm
-from tvm import relax, te, tirx, topi
+from tvm import relax, tirx, topi
 from tvm.ir import Call
 
 from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.permutation import Permutation, make_permutation
 from relayquant.codegen.legalization.divisions import DIVISION_LEGALIZATIONS
+from relayquant.codegen.legalization.indexing import INDEXING_LEGALIZATIONS
 from relayquant.codegen.legalization.logical_and_bitwise import BITS, legalize_as_tvm
+from relayquant.codegen.legalization.powers import legalize_power
 from relayquant.codegen.legalization.reductions import REDUCTION_LEGALIZATIONS
 from relayquant.codegen.lowering.engine import mark_kernel
 from relayquant.codegen.lowering.kernel_call import build_for_batch, split_batch
 from relayquant.ir.reference.unary import SELU_ALPHA, SELU_SCALE
-from relayquant.ir.rewrite.expressions import same_type, shape_of, static_sizes
-from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape
-
-
-def legalize_power(builder: relax.BlockBuilder, call: Call) -> Any:
-    """Legalize power(x, 3) as x * x * x, and power(x, 4) alike.
-
-    Other constant exponents become visible to LLVM.
-
-    Calling the C library for each element takes as long as the products of a layer. GELU has a cube
-    in its tanh form. TVM has no power of integers. Integer powers wrap around, see
-    `raise_to_integers`.
-    """
-    base, exponent = call.args
-    value, dtype = constant_value(exponent), tensor_dtype(base)
-    is_number = value is not None and value.size == 1 and same_type(call, base)
-    is_float, is_integer = dtype.startswith("float"), dtype.startswith(("int", "uint"))
-    if value is None or not is_number or not (is_float or value.item() >= 0):
-        if not is_integer:
-            return builder.call_te(topi.power, base, exponent, primfunc_name_hint="power")
-        bits = count_bits(dtype, value)
-        return builder.call_te(raise_to_integers, base, exponent, bits, primfunc_name_hint="power")
-    number = float(value.item())
-
-    def raise_to_number(x: Any) -> Any:
-        if not is_float:
-            return raise_integers(x, int(value.item()))
-        if number == 3:
-            return topi.multiply(topi.multiply(x, x), x)
-        if number == 4:
-            square = topi.multiply(x, x)
-            return topi.multiply(square, square)
-        return topi.power(x, tirx.FloatImm(dtype, number))
-
-    return builder.call_te(raise_to_number, base, primfunc_name_hint="power")
-
-
-def raise_integers(x: Any, exponent: int) -> Any:
-    """Compute x ** n = (x ** (n / 2)) ** 2, times x if n is odd."""
-    if exponent < 2:
-        return topi.identity(x) if exponent else topi.full_like(x, 1)
-    root = raise_integers(x, exponent // 2)
-    square = topi.multiply(root, root)
-    return topi.multiply(square, x) if exponent % 2 else square
-
-
-def count_bits(dtype: str, exponent: np.ndarray | None) -> int:
-    """Count the bits of the largest constant exponent, else of the type without its sign."""
-    if exponent is not None and (exponent >= 0).all():
-        return max(int(exponent.max(initial=0)).bit_length(), 1)
-    return int(np.iinfo(dtype).max).bit_length()
-
-
-def raise_to_integers(base: te.Tensor, exponent: te.Tensor, bits: int) -> Any:
-    """Compute x ** n of integers, modulo 2^bits.
-
-    For n < 0 the result is 1 / x ** -n truncated: 0 unless x is 1 or -1. For x = 0 it is 0, as in
-    PyTorch. Square and multiply from the highest of the `bits` of n to the lowest: r = r * r, times
-    x if the bit is set.
-    """
-    dtype = str(base.dtype)
-    one = tirx.const(1, dtype)
-
-    def choose_factor(bit: int) -> Any:
-        shifted = topi.right_shift(exponent, tirx.const(bit, dtype))
-        is_set = topi.equal(topi.bitwise_and(shifted, one), one)
-        return topi.where(is_set, base, topi.full_like(base, 1))
-
-    power = choose_factor(bits - 1)
-    for bit in reversed(range(bits - 1)):
-        power = topi.multiply(topi.multiply(power, power), choose_factor(bit))
-    if dtype.startswith("uint"):
-        return power
-    is_unit = topi.logical_or(topi.equal(base, one), topi.equal(base, tirx.const(-1, dtype)))
-    sign = choose_factor(0)
-    fraction = topi.where(is_unit, sign, topi.full_like(sign, 0))
-    return topi.where(topi.less(exponent, tirx.const(0, dtype)), fraction, power)
+from relayquant.ir.rewrite.expressions import shape_of
+from relayquant.ir.rewrite.graph import call_name, tensor_dtype, tensor_shape
 
 
 def legalize_as_declared(builder: relax.BlockBuilder, call: Call) -> Any:
@@ -240,153 +166,6 @@ def is_cpu_target() -> bool:
     return target is not None and target.kind.name == "llvm"
 
 
-def legalize_pad(builder: relax.BlockBuilder, call: Call) -> Any:
-    """Legalize pad(x, mode="reflect") that is wider than x, or whose x has an unknown size.
-
-    The pad reflects repeatedly, as in numpy. TVM would read beyond x.
-    """
-    shape = tensor_shape(call.args[0])
-    widths = np.reshape([int(width) for width in call.attrs.pad_width], (-1, 2)).tolist()
-    if str(call.attrs.pad_mode) != "reflect" or (
-        shape is not None
-        and all(isinstance(n, int) and max(pair) < n for n, pair in zip(shape, widths, strict=True))
-    ):
-        return legalize_as_tvm(builder, call)
-
-    def mirror(x: Any) -> Any:
-        def find_place(at: Any, size: Any, before: int) -> Any:
-            period = tirx.max(2 * (size - 1), tirx.const(1, "int64"))
-            place = tirx.floormod(at - before, period)
-            return tirx.min(place, 2 * (size - 1) - place)
-
-        def read(*ats: Any) -> Any:
-            pairs = zip(ats, x.shape, widths, strict=True)
-            return x(*(find_place(at, size, pair[0]) for at, size, pair in pairs))
-
-        sizes = [size + sum(pair) for size, pair in zip(x.shape, widths, strict=True)]
-        return te.compute(sizes, read, name="mirror")
-
-    return builder.call_te(mirror, call.args[0], primfunc_name_hint="pad")
-
-
-def legalize_slice(builder: relax.BlockBuilder, call: Call) -> Any:
-    """Legalize a slice of symbolic extents with the extents that its type declares.
-
-    TVM would count them again, as a choice whose operator FuseOps does not know.
-    """
-    data, axes, begins, _, *rest = call.args
-    extents = shape_of(call)
-    rows = [
-        static_sizes(list(row.fields)) if isinstance(row, relax.Tuple) else None
-        for row in (axes, begins, *rest)
-    ]
-    if not shape_of(data) or static_sizes(extents) is not None or None in rows:
-        return legalize_as_tvm(builder, call)
-    axes, begins, *rest = rows
-    steps = rest[0] if rest else [1] * len(axes)
-    if min(steps, default=1) < 1:
-        return legalize_as_tvm(builder, call)
-    places = {
-        axis % len(extents): (begin, step)
-        for axis, begin, step in zip(axes, begins, steps, strict=True)
-    }
-
-    def cut(x: Any) -> Any:
-        def find(axis: int, at: Any) -> Any:
-            begin, step = places.get(axis, (0, 1))
-            first = tirx.max(x.shape[axis] + begin, 0) if begin < 0 else begin
-            return first + at * step
-
-        return te.compute(
-            extents, lambda *ats: x(*(find(*pair) for pair in enumerate(ats))), name="slice"
-        )
-
-    return builder.call_te(cut, data, primfunc_name_hint="strided_slice")
-
-
-def legalize_take(builder: relax.BlockBuilder, call: Call) -> Any:
-    """Legalize take(x, i, mode="fast") as take(x, i, mode="wrap"), which reads nothing beyond x."""
-    if str(call.attrs.mode) != "fast":
-        return legalize_as_tvm(builder, call)
-    wrapped = relax.op.take(*call.args, call.attrs.axis, "wrap")
-    return legalize_as_tvm(builder, builder.normalize(wrapped))
-
-
-def bound_first(find_extents: Callable[[Call], Sequence[Any]]) -> Callable[..., Any]:
-    """Make a legalization of op(x, i) that moves the indices i into bounds and then does as TVM.
-
-    Args:
-        find_extents: Returns the extents for `bound_indices`. For a tuple of indices: one extent
-            for each index array.
-    """
-
-    def legalize(builder: relax.BlockBuilder, call: Call) -> Any:
-        data, indices, *rest = call.args
-        if not (shape_of(data) and (shape_of(indices) or has_fields(indices))):
-            return legalize_as_tvm(builder, call)  # shapes known at run time
-        extents = find_extents(call)
-
-        def bound(part: relax.Expr, own: Sequence[Any]) -> relax.Var:
-            return builder.emit(
-                builder.call_te(bound_indices, part, list(own), primfunc_name_hint="indices")
-            )
-
-        if has_fields(indices):
-            fields = [builder.emit(relax.TupleGetItem(indices, i)) for i in range(len(extents))]
-            pairs = zip(fields, extents, strict=True)
-            inside: relax.Expr = relax.Tuple([bound(part, [extent]) for part, extent in pairs])
-        else:
-            inside = bound(indices, extents)
-        bounded = Call(call.op, [data, builder.normalize(inside), *rest], call.attrs, call.ty_args)
-        return legalize_as_tvm(builder, builder.normalize(bounded))
-
-    return legalize
-
-
-def has_fields(indices: relax.Expr) -> bool:
-    """Whether the indices are a tuple with one array for each axis."""
-    return isinstance(indices.ty, tvm.ir.TupleType)
-
-
-def list_extents(call: Call, first: int, count: int) -> list[Any]:
-    """Return `count` extents of a call's data, from axis `first` on."""
-    return shape_of(call.args[0])[first : first + count]
-
-
-def find_axis(call: Call) -> list[Any]:
-    """Return the extent of the axis of an operator along one axis."""
-    return list_extents(call, int(call.attrs.axis) % call.args[0].ty.ndim, 1)
-
-
-def find_axes_of_rows(call: Call, first: int = 0) -> list[Any]:
-    """Return the extents for indices that hold one number for each of the axes from `first` on."""
-    return list_extents(call, first, int(call.args[1].ty.shape.values[-1]))
-
-
-def find_axes_of_fields(call: Call) -> list[Any]:
-    """Return the extents for indices with one array for each of the first axes."""
-    return list_extents(call, 0, len(call.args[1].ty.fields))
-
-
-def bound_indices(indices: te.Tensor, extents: Sequence[Any]) -> Any:
-    """Move indices to the nearest valid index. Negative indices count from the end.
-
-    Args:
-        extents: Extent of the axis. With several extents, the last axis of `indices` goes over
-            these axes.
-    """
-
-    def bound(*at: Any) -> Any:
-        index = indices(*at)
-        extent = tirx.Cast(indices.dtype, extents[-1])
-        for i, other in enumerate(extents[:-1]):
-            extent = tirx.Select(at[-1] == i, tirx.Cast(indices.dtype, other), extent)
-        counted = tirx.Select(index < 0, index + extent, index)
-        return tirx.max(tirx.min(counted, extent - 1), tirx.const(0, indices.dtype))
-
-    return te.compute(indices.shape, bound, name="indices")
-
-
 AVERAGES = [f"relax.nn.{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)]
 
 #: Legalizations for `relax.transform.LegalizeOps`.
@@ -403,16 +182,6 @@ LEGALIZATIONS = {
     "relax.nn.layer_norm": legalize_layer_norm,
     "relax.nn.selu": legalize_selu,
     "relax.nn.softmax": legalize_softmax,
-    "relax.nn.pad": legalize_pad,
     "relax.permute_dims": legalize_permute_dims,
-    "relax.strided_slice": legalize_slice,
-    "relax.take": legalize_take,
-    "relax.index_tensor": bound_first(find_axes_of_fields),
-    "relax.index_put": bound_first(find_axes_of_fields),
-    "relax.gather_elements": bound_first(find_axis),
-    "relax.scatter_elements": bound_first(find_axis),
-    "relax.gather_nd": bound_first(
-        lambda call: find_axes_of_rows(call, int(call.attrs.batch_dims))
-    ),
-    "relax.scatter_nd": bound_first(find_axes_of_rows),
+    **INDEXING_LEGALIZATIONS,
 }
