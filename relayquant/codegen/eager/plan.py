@@ -31,7 +31,14 @@ from relayquant.codegen.eager.product import (
 )
 from relayquant.codegen.eager.recurrent import RecurrentStep
 from relayquant.codegen.eager.rounding import ROUND, RoundingStep
-from relayquant.codegen.eager.rows import EACH, RowStep, make_norm, make_softmax
+from relayquant.codegen.eager.rows import (
+    EACH,
+    Prelu,
+    RowStep,
+    make_norm,
+    make_prelu,
+    make_softmax,
+)
 from relayquant.codegen.kernels.floating.row_norm import RowNorm
 from relayquant.codegen.kernels.floating.softmax import Softmax
 from relayquant.codegen.kernels.isa.select import select_isa
@@ -279,6 +286,17 @@ class Planner:
         spec = RowNorm((None,), width, epsilon, is_centred=True, bias=True)
         return self.plan_rows(root, KernelKey(make_norm, spec), width, vectors)
 
+    def plan_prelu(self, root: relax.Var) -> Step | Skip:
+        """Plan the step of a prelu along the last axis, with constant slopes."""
+        call = self.values[root]
+        width, slope = find_width(call.args[0]), call.args[1]
+        if width is None or int(call.attrs.axis) not in (-1, len(shape_of(root)) - 1):
+            return decline("not along a last axis of known length, in float32")
+        if not isinstance(slope, GenericConst) or not is_float32(slope):
+            return decline("the slopes are computed")
+        slopes = np.broadcast_to(view_constant(slope.value).reshape(-1), (width,))
+        return self.plan_rows(root, KernelKey(make_prelu, Prelu(width)), width, [slopes])
+
     def plan_each(self, root: relax.Var) -> Step | Skip:
         """Plan the step of a function of each value."""
         if not is_float32(root):
@@ -396,6 +414,7 @@ EAGER_RULES: tuple[Rule[Planner, relax.Var, Step], ...] = (
     make_rule(Planner.plan_rounding, "relax.qnn.simulated_quantize"),
     make_rule(Planner.plan_softmax, "relax.nn.softmax"),
     make_rule(Planner.plan_layer_norm, "relax.nn.layer_norm"),
+    make_rule(Planner.plan_prelu, "relax.nn.prelu"),
     make_rule(Planner.plan_each, *EACH),
     make_rule(Planner.plan_recurrence, *RECURRENT_OPERATORS),
     make_rule(Planner.plan_chain, *LINKS),

@@ -1,5 +1,5 @@
-"""Softmax, layer norm, gelu and sigmoid of float32 -> steps that run one kernel for any number of
-rows.
+"""Softmax, layer norm, prelu, gelu and sigmoid of float32 -> steps that run one kernel for any
+number of rows.
 
 Compiled models have the same kernels of softmax and layer norm, which give the reference's bits.
 gelu differs by at most 3e-7 of its operand, sigmoid by as much of its result. Both are many times
@@ -44,6 +44,40 @@ def make_softmax(spec: Softmax, isa: FloatIsa, name: str) -> PrimFunc:
 def make_norm(spec: RowNorm, isa: FloatIsa, name: str) -> PrimFunc:
     """Make PrimFunc(x (n, K), weight (K,), bias (K,), y (n, K)), the same for all targets."""
     return row_norm.make_row_norm(spec, name)
+
+
+@dataclass(frozen=True)
+class Prelu:
+    """Rows of `width` float32 values, each with a slope of its own."""
+
+    width: int
+
+
+def make_prelu(spec: Prelu, isa: FloatIsa, name: str) -> PrimFunc:
+    """Make PrimFunc(x (n, K), slope (K,), y (n, K)): y = x, times the slope where x is no positive
+    number.
+    """
+    size = tirx.Var("n", "int64")
+    whole, rest = divmod(spec.width, isa.lanes)
+
+    def body() -> None:
+        shape = (size, spec.width)
+        x, slope, y = declare_arguments(("x", shape), ("slope", (spec.width,)), ("y", shape))
+
+        def emit(row: Expr, start: Expr, width: int) -> None:
+            offset = row * spec.width + start
+            value = T.bind(load_vector(x, offset, width))
+            scaled = value * load_vector(slope, start, width)
+            positive = value > constant("float32", 0, width)
+            store_vector(y, T.Select(positive, value, scaled), offset, width)
+
+        with T.serial(size) as row:
+            with T.serial(whole) as index:
+                emit(row, index * isa.lanes, isa.lanes)
+            with T.serial(rest) as index:
+                emit(row, spec.width - 1 - index, 1)
+
+    return build_kernel(name, body)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Softmax, layer norm, gelu and sigmoid run on kernels, with the numbers of the reference; other
-operators run in numpy without asking TVM.
+"""Softmax, layer norm, prelu, gelu and sigmoid run on kernels, with the numbers of the reference;
+other operators run in numpy without asking TVM.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from float_models import build_model
+from tvm import relax
 from tvm.relax import op
 
 from relayquant.codegen.eager import EagerModule
@@ -45,6 +46,30 @@ def test_softmax__along_another_axis_in_numpy():
     assert not any(isinstance(each, RowStep) for each in runners(module))
     x = draw(2, 5, 7)
     np.testing.assert_array_equal(module.run("main", [x])[0], run(mod, [x])[0])
+
+
+@pytest.mark.parametrize("width", [3, 32, 67])
+@pytest.mark.parametrize("slopes", [(0.25,), (-1.0, 0.0, 0.5, 3.0, np.inf)])
+def test_prelu__is_x_or_its_product_with_the_slope(width, slopes):
+    slope = np.resize(np.array(slopes, "float32"), width if len(slopes) > 1 else 1)
+    mod = build_model(lambda e, x: e("y", op.nn.prelu(x, relax.const(slope), 2)), ("n", 5, width))
+    module, x = EagerModule(mod), draw(3, 5, width)
+    assert isinstance(runners(module)[0], RowStep)
+    x[0, 0, :3] = np.nan, np.inf, -np.inf
+    for data in (x, np.asfortranarray(x), x[:0]):
+        with np.errstate(invalid="ignore"):
+            want = np.where(data > 0, data, data * slope)
+        np.testing.assert_array_equal(module.run("main", [data])[0], want)
+
+
+def test_prelu__along_another_axis_in_numpy():
+    slope = relax.const(np.array([0.5, -0.5, 2, 0, 1], "float32"))
+    mod = build_model(lambda e, x: e("y", op.nn.prelu(x, slope, 1)), (2, 5, 7))
+    module = EagerModule(mod)
+    assert not any(isinstance(each, RowStep) for each in runners(module))
+    x = draw(2, 5, 7)
+    want = np.where(x > 0, x, x * slope.value.numpy()[:, None])
+    np.testing.assert_array_equal(module.run("main", [x])[0], want)
 
 
 def test_gelu__near_the_error_function_everywhere():
