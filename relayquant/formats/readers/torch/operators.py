@@ -116,9 +116,7 @@ def convert_upsample(node: Any, importer: Any) -> relax.Expr:
         is_antialiased,
         antialias=is_antialiased,
     )
-    return importer.block_builder.normalize(
-        emit_resize(importer.block_builder, data, axes, sampling)
-    )
+    return emit_resize(importer.block_builder, data, axes, sampling)
 
 
 def convert_grid_sample(node: Any, importer: Any) -> relax.Expr:

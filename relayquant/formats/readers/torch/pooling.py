@@ -44,11 +44,9 @@ def convert_adaptive_max_pool(node: Any, importer: Any) -> relax.Expr:
 
 
 def convert_pool(node: Any, importer: Any) -> relax.Expr:
-    """Convert a pool with TVM's frontend, which leaves the result of an unbatched pool without a
-    type.
-    """
+    """Convert a pool with TVM's frontend, one that PyTorch may have two names for."""
     name = str(node.target).removeprefix("aten.").partition(".")[0].removeprefix("_")
-    return importer.block_builder.normalize(getattr(importer, f"_{name}")(node))
+    return getattr(importer, f"_{name}")(node)
 
 
 def convert_max_pool(node: Any, importer: Any) -> relax.Expr:

@@ -223,7 +223,8 @@ def copy_tensor(tensor: Any) -> Any:
 
 
 def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: Any) -> Any:
-    """Call a conversion for a node and return its value.
+    """Call a conversion for a node and return its value, which is bound to a variable: the frontend
+    takes numbers beside variables only, and a call that two nodes read would be computed twice.
 
     Raises:
         ModelError: the conversion fails. Names the node and its module.
@@ -233,6 +234,8 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
         if is_narrow and str(node.target) in COMPUTED_WIDE:
             return convert_widened(importer, convert, node, *more)
         value = convert(node, *more)
+        if isinstance(value, Call):
+            value = importer.block_builder.emit(value)
         if is_narrow and rounds_often(importer, node, value):
             return convert_widened(importer, convert, node, *more)
         return value
