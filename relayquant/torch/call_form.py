@@ -28,6 +28,20 @@ class CallForm:
     constants: Mapping[int, Any]
     shapes: tuple[tuple[int, ...], ...] | None
 
+    @staticmethod
+    def read(
+        program: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, *, is_free: bool
+    ) -> CallForm:
+        """Read how an exported module is called. `is_free`: the integer module also has free
+        sizes.
+        """
+        leaves, form = pytree.tree_flatten((inputs, dict(kwargs or {})))
+        shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        results = [spec.arg for spec in program.graph_signature.output_specs]
+        constants = {i: each.value for i, each in enumerate(results) if hasattr(each, "value")}
+        outputs = program.call_spec.out_spec
+        return CallForm(form, outputs, constants, None if is_free else shapes)
+
     def read_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the tensors of a call, in the order of the model's inputs. Also for a call with
         these tensors only.

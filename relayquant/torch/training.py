@@ -144,7 +144,8 @@ def prepare_qat(
         program = export(module, inputs, example_kwargs=example_kwargs, dynamic_shapes=shapes)
         mod, params = load_program(program)
         check_state(module, inputs, example_kwargs)
-        form = read_form(program, inputs, example_kwargs, is_free=dynamic_shapes is not None)
+        read = import_trainable().CallForm.read
+        form = read(program, inputs, example_kwargs, is_free=dynamic_shapes is not None)
         with warnings.catch_warnings():
             if is_waiting:  # ranges of the examples have no meaning
                 warnings.simplefilter("ignore", DataWarning)
@@ -180,21 +181,6 @@ def list_examples(inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> 
     leaves = pytree.tree_leaves((inputs, dict(kwargs or {})))
     arrays = [leaf.detach().numpy() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return [tuple(arrays)] if len(arrays) > 1 else arrays
-
-
-def read_form(
-    program: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, *, is_free: bool
-) -> CallForm:
-    """Read how an exported module is called. `is_free`: the integer module also has free sizes."""
-    import torch  # pyright: ignore[reportMissingImports]
-    from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
-
-    leaves, form = pytree.tree_flatten((inputs, dict(kwargs or {})))
-    shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
-    results = [spec.arg for spec in program.graph_signature.output_specs]
-    constants = {i: result.value for i, result in enumerate(results) if hasattr(result, "value")}
-    outputs = program.call_spec.out_spec
-    return import_trainable().CallForm(form, outputs, constants, None if is_free else shapes)
 
 
 @check_arguments

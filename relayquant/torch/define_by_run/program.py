@@ -21,6 +21,7 @@ from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import Ledger, read_ledger
 from relayquant.stages.compilation import compile
 from relayquant.stages.effort import default_mapping
+from relayquant.torch.call_form import CallForm
 from relayquant.torch.custom_config import PrepareCustomConfig
 from relayquant.torch.define_by_run.arguments import (
     FlatArguments,
@@ -289,7 +290,7 @@ class PreparedProgram(Uncopied):
             input_dtypes=settings.input_dtypes,
             output_dtypes=settings.output_dtypes,
         )
-        return QuantizedWhole(qmod, program.call_spec.out_spec)
+        return QuantizedWhole(qmod, CallForm.read(program, inputs, None, is_free=True))
 
 
 class QuantizedWhole(Uncopied):
@@ -300,7 +301,7 @@ class QuantizedWhole(Uncopied):
         executable: The module, compiled for this machine.
     """
 
-    def __init__(self, mod: tvm.IRModule, form: Any) -> None:
+    def __init__(self, mod: tvm.IRModule, form: CallForm) -> None:
         self.mod, self.executable, self._form = mod, compile(mod), form
         self._module = CompiledModule(self.executable)
         values = enumerate(self.ledger.inputs)
@@ -326,7 +327,7 @@ class QuantizedWhole(Uncopied):
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         for i, qparams in self._integers:
             check_integers(tensors[i], qparams, f"Input {i} of the model")
-        return pytree.tree_unflatten(self._module.call(tensors), self._form)
+        return self._form.build_result(tuple(self._module.call(tensors)))
 
 
 class QuantizedProgram(Uncopied):

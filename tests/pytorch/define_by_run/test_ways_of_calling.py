@@ -145,6 +145,21 @@ def test_call__returns_what_the_model_returns(models, form):
         assert sqnr(theirs, mine) > 20
 
 
+def test_call__of_one_integer_module_returns_what_is_no_tensor_too():
+    class Straight(Recurrent):
+        def forward(self, x):
+            return {"name": "y", "rest": [None, (self.leave(self.enter(x).relu()), 3)]}
+
+    torch.manual_seed(0)
+    model = Straight().eval()
+    converted = rq.torch.convert(prepare(model))
+    assert len(converted.modules) == 1
+    got, want = converted(x := draw()), model(x)
+    assert got["rest"][0] is None
+    assert (got["name"], got["rest"][1][1]) == ("y", 3)
+    assert sqnr(want["rest"][1][0].detach(), got["rest"][1][0]) > 20
+
+
 def test_call__that_fails_half_way_leaves_everything_as_it_was(models):
     model, prepared, converted = models
     want, calls = converted(draw()), prepared.calls
