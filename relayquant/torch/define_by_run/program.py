@@ -454,30 +454,45 @@ def find_places(
 
 
 class Evaluation:
-    """A context with all modules in evaluation mode. At the end they return to their previous mode.
+    """A context with all modules in the modes that `eval()` gives them, which may be training where
+    a class has its own `train`. At the end they return to their previous mode.
 
     Several threads may be inside: the last one to leave restores the modes.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._modules, self._training, self._users = tuple(modules), [], 0
+        self._own = [each for each in modules if has_own_modes(each)]
+        self._kept: set[torch.nn.Module] = set()
         self._changing = threading.Lock()
 
     def __enter__(self) -> None:
         with self._changing:
             training = [module for module in self._modules if module.training]
-            self._training += training
+            self._training += [module for module in training if module not in self._kept]
             self._users += 1
             for module in training:
                 module.training = False
+            for module in self._own:
+                module.eval()
+            if self._own:
+                self._kept = {module for module in self._modules if module.training}
 
     def __exit__(self, *_: object) -> None:
         with self._changing:
             self._users -= 1
             if not self._users:
+                for module in self._kept:
+                    module.training = False
                 for module in self._training:
                     module.training = True
-                self._training = []
+                self._training, self._kept = [], set()
+
+
+def has_own_modes(module: torch.nn.Module) -> bool:
+    """Whether its class says itself what `train` or `eval` change."""
+    kind, usual = type(module), torch.nn.Module
+    return kind.train is not usual.train or kind.eval is not usual.eval
 
 
 def is_flat(argument: Any) -> bool:

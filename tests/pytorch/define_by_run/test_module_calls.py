@@ -302,3 +302,25 @@ def test_evaluation__until_the_last_one_leaves():
     assert module[0].training
     assert module.training
     assert not module[1].training
+
+
+def test_evaluation__is_what_the_class_says():
+    """Statistics of each batch: `eval` leaves this norm in training mode, also in threads."""
+
+    class Live(nn.Sequential):
+        def train(self, mode=True):
+            super().train(mode)
+            self[1].train()
+            return self
+
+    model, x = Live(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()), torch.randn(8, 4)
+    model[1].training = False
+    modes = [module.training for module in model.modules()]
+    state = Evaluation(list(model.modules()))
+    with state, state:
+        assert [module.training for module in model.modules()] == [False, False, True, False]
+    assert [module.training for module in model.modules()] == modes
+    prepared = rq.torch.prepare(model, (x,), effort="fast")
+    with torch.no_grad():
+        want = model.eval()(x)
+    torch.testing.assert_close(prepared(x), want)
