@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from relayquant.base.storage.files import writing
-from relayquant.stages.calibration.checkpoint import Workspace
+from relayquant.stages.calibration.checkpoint import remove_checkpoint
 
 #: options that do not change the computed values, so that work can resume with other ones
 FREE_OPTIONS = frozenset(
@@ -66,7 +66,7 @@ class ResumeState:
             if not self.is_own and not any(self.path.parent.iterdir()):
                 self.path.parent.rmdir()
         elif self.path.is_dir():
-            Workspace(self.path).remove()
+            remove_checkpoint(self.path)
 
     @contextmanager
     def keep(self) -> Iterator[None]:

@@ -14,7 +14,10 @@ import pytest
 
 from relayquant import cli
 from relayquant.cli.output import ExitCode
+from relayquant.cli.resume import ResumeState
 from relayquant.demo import load_digits
+from relayquant.errors import ConfigError
+from relayquant.stages.calibration.checkpoint import open_checkpoint
 
 #: The command, and what slows its data down: a signal is to meet it at work.
 SLOW = """
@@ -125,6 +128,21 @@ def test_quantize__a_failure_leaves_no_checkpoint(
     own = Path("mine")
     assert cli.main([*words, "--checkpoint", str(own)]) == ExitCode.USER_ERROR
     assert own.is_dir(), "what the user named is the user's"
+
+
+def test_quantize__what_another_process_works_in_stays(tmp_path: Path) -> None:
+    """Two equal commands at once: the second one fails, and the first one goes on."""
+    path = tmp_path / "q.rqm.checkpoint-1"
+    state = ResumeState(path, is_search=False, is_own=True)
+    with open_checkpoint(path, {"model": "a"}):
+        files = {*path.iterdir()}
+        second = open_checkpoint(path, {"model": "a"})
+        with pytest.raises(ConfigError, match="in use by another"), state.keep(), second:
+            pass
+        assert {*path.iterdir()} == files
+    with pytest.raises(ZeroDivisionError), state.keep(), open_checkpoint(path, {"model": "a"}):
+        1 // 0  # noqa: B018
+    assert not path.exists()
 
 
 @pytest.mark.slow

@@ -221,15 +221,12 @@ def open_checkpoint(
                     "folder, a new name, or a checkpoint.",
                     code="RQ101",
                 )
-            lock = stack.enter_context(open(path / LOCK, "w"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not stack.enter_context(holding(path)):
                 raise ConfigError(
                     f"checkpoint={str(path)!r} is in use by another process; use a "
                     f"separate folder for each {work}.",
                     code="RQ101",
-                ) from None
+                )
             if header.exists():
                 check_fingerprint(path, read_json(header), fingerprint, work)
             else:
@@ -239,6 +236,25 @@ def open_checkpoint(
         yield workspace
         with writing(path, REMEDY):
             workspace.remove()
+
+
+@contextmanager
+def holding(path: Path) -> Iterator[bool]:
+    """Lock a checkpoint for the `with` block. Gives whether no other process had locked it."""
+    with open(path / LOCK, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = True
+        except BlockingIOError:
+            is_free = False
+        yield is_free
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint, unless another process works in it."""
+    with holding(path) as is_free:
+        if is_free:
+            Workspace(path).remove()
 
 
 def find_half_written(path: Path) -> Iterator[Path]:
