@@ -21,7 +21,7 @@ from relayquant.base.grouping import GroupedWeight, GroupFormat
 from relayquant.base.qtypes import QSpec
 from relayquant.base.runtime import view_constant
 from relayquant.config import Effort
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.flow.compression.bit_allocation import choose_formats
 from relayquant.flow.compression.experts import split_experts
 from relayquant.flow.compression.find import WeightKey, WeightUse, find_weights
@@ -40,7 +40,7 @@ from relayquant.flow.compression.settings import (
 from relayquant.flow.compression.smoothing import smooth_weights
 from relayquant.flow.compression.sources import WeightSource, bind_params, open_params
 from relayquant.ir.dialect import qnn
-from relayquant.ir.ledger import Ledger, LedgerRow, attach_ledger
+from relayquant.ir.ledger import Ledger, LedgerRow, attach_ledger, find_ledger
 from relayquant.ir.ops.base import IntegerRows
 from relayquant.ir.ops.dynamic import Emit, multiply_groups, quantize_rows_at_run_time
 from relayquant.ir.rewrite.bind import Model, split_model
@@ -137,6 +137,7 @@ def compress_weights(
     """
     settings = CompressSettings.read_call(locals())
     mod, params = split_model(mod, params)
+    before = find_ledger(mod)
     given = params if isinstance(params, Mapping) or params is None else dict(params)
     if given:
         mod = unpack_params(mod, list(given), is_ordered=given is not params)
@@ -151,6 +152,11 @@ def compress_weights(
     wanted = [use for use in uses if not use.reason]
     if not wanted:
         advice = "Weights that are parameters of functions need `params`."
+        if before is not None and before.quantized:
+            advice = (
+                f"It has {format_count(len(before.quantized), 'operator')} with weights of few "
+                "bits already: run it as it is, or compress the float model."
+            )
         raise ModelError(
             "The module has no product with a constant float32 weight of two dimensions, so that "
             f"there is nothing to compress{describe_refusals(uses)}. "

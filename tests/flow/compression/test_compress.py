@@ -186,6 +186,13 @@ def test_compress__params_that_do_not_fit(llama):
         rq.compress_weights(mod)
 
 
+def test_compress__what_has_few_bits_already(llama):
+    """As a GGUF file with blocks, or the command twice."""
+    once = rq.compress_weights(*llama)
+    with pytest.raises(ModelError, match=r"It has \d+ operators with weights of few bits already"):
+        rq.compress_weights(once)
+
+
 def test_compress__nothing_to_compress_for_reasons():
     """They are in the error: there is no module whose ledger could have them."""
     weight = np.ones((32, 8), "float32")
