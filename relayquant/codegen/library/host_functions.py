@@ -16,6 +16,7 @@ from tvm.ir.transform import PassContext
 from tvm.tirx.compilation_pipeline import get_tir_pipeline, register_tir_pipeline
 
 from relayquant.codegen.checks.inputs import IS_INNER
+from relayquant.codegen.library.position_divisions import divide_positions
 from relayquant.ir.dialect.cost import MACS_ATTR
 
 #: Name of the pipeline. TVM accepts a pipeline of kernels only by name.
@@ -58,8 +59,9 @@ def make_kernel_pipeline() -> tuple[tvm.transform.Pass, Any, Any]:
 def lower_kernels(mod: tvm.IRModule, default: tvm.transform.Pass) -> tvm.IRModule:
     """Lower PrimFuncs to host functions.
 
-    Kernels with a schedule go through the passes they need, all others through `default`. Argument
-    checks are dropped from the functions that `checks.inputs` marks.
+    Kernels with a schedule go through the passes they need, all others through `default`. Positions
+    are divided as `position_divisions` says. Argument checks are dropped from the functions that
+    `checks.inputs` marks.
     """
     scheduled, others = split_functions(mod, lambda func: MACS_ATTR in (func.attrs or {}))
     with lower_prescheduled():
@@ -70,6 +72,7 @@ def lower_kernels(mod: tvm.IRModule, default: tvm.transform.Pass) -> tvm.IRModul
     )
     checked = tirx.transform.SkipAssert()(take_functions(mod, inner))
     functions = {**checked.functions, **outer}
+    functions = {gv: divide_positions(func) for gv, func in functions.items()}
     if len(functions) > 1:  # in a module with a single function, TVM marks it as the entry
         functions = {gv: drop_entry(func) for gv, func in functions.items()}
     return take_functions(mod, functions)
