@@ -55,6 +55,7 @@ MUTABLE_DATACLASSES: dict[str, str] = {
 UNARY_TABLE = "relayquant.ir.reference.unary"
 #: Module that names several of them -> why that is no second table.
 NAMES_UNARY: dict[str, str] = {
+    "relayquant.codegen.legalization.table": "those of which TVM's own loop nests lose digits",
     "relayquant.codegen.rewrites.type_promotion": "those that TVM compiles of some types only",
     "relayquant.codegen.schedule.block_analysis": "functions of TIR, not operators",
     "relayquant.config.onnx_names": "operators of another format by their names there",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import tvm
-from tvm import relax, tirx, topi
+from tvm import relax, te, tirx, topi
 from tvm.ir import Call
 
 from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
@@ -133,6 +133,25 @@ def legalize_selu(builder: relax.BlockBuilder, call: Call) -> Any:
     return builder.call_te(compute_selu, *call.args, primfunc_name_hint="selu")
 
 
+def legalize_softplus(builder: relax.BlockBuilder, call: Call) -> Any:
+    """Legalize softplus(x) as max(z, 0) + log1p(e^-|z|), over beta, with z = beta * x, and as x
+    where z is above the threshold. TVM's log(1 + e^z) is 0 from -17 on.
+    """
+    dtype = tensor_dtype(call)
+
+    def compute_softplus(x: Any) -> Any:
+        zero, beta, threshold = (
+            tirx.FloatImm(dtype, value) for value in (0, call.attrs.beta, call.attrs.threshold)
+        )
+        z = topi.multiply(x, beta)
+        power = topi.exp(topi.negative(topi.abs(z)))
+        tail = te.compute(power.shape, lambda *at: tirx.log1p(power[at]), tag=topi.tag.ELEMWISE)
+        curve = topi.divide(topi.add(topi.maximum(z, zero), tail), beta)
+        return topi.where(topi.greater(z, threshold), x, curve)
+
+    return builder.call_te(compute_softplus, *call.args, primfunc_name_hint="softplus")
+
+
 def legalize_softmax(builder: relax.BlockBuilder, call: Call) -> Any:
     """Legalize softmax(x) of float32 as its kernel, whose arithmetic is specified to the bit."""
     (data,) = call.args
@@ -182,6 +201,7 @@ LEGALIZATIONS = {
     "relax.nn.layer_norm": legalize_layer_norm,
     "relax.nn.selu": legalize_selu,
     "relax.nn.softmax": legalize_softmax,
+    "relax.nn.softplus": legalize_softplus,
     "relax.permute_dims": legalize_permute_dims,
     **INDEXING_LEGALIZATIONS,
 }

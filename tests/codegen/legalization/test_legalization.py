@@ -323,6 +323,21 @@ def test_selu__keeps_its_digits_near_zero(dtype):
         np.testing.assert_allclose(found, expected, tolerance, least)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize(("beta", "threshold"), [(1, 20), (2, 5), (0.5, 40), (-2, 20)])
+def test_softplus__keeps_its_digits_far_below_zero(beta, threshold, dtype):
+    """log(1 + e^x) of rounded numbers is 0 from x = -17 on."""
+    torch = pytest.importorskip("torch")
+    sizes = np.geomspace(1e-4, 40, 200)
+    data = np.concatenate([-sizes, sizes, [0, np.inf, -np.inf, np.nan]]).astype(dtype)
+    data = data[~(np.abs(data * beta - threshold) < 0.01)]  # on either side of the jump
+    expected = torch.nn.functional.softplus(torch.tensor(data).double(), beta, threshold).numpy()
+    tolerance = {"float16": 1e-3, "float32": 1e-6, "float64": 1e-14}[dtype]
+    least = 6e-8 if dtype == "float16" else 0  # the smallest number
+    found, _ = run_compiled(lambda x: relax.op.nn.softplus(x, beta, threshold), data)
+    np.testing.assert_allclose(found, expected, tolerance, least)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("name", "function"), [("tanh", np.tanh), ("atanh", np.arctanh)])
 def test_hyperbolic_tangent__keeps_its_digits_near_zero(name, function, dtype):

@@ -51,7 +51,7 @@ ROWS = (
     ),
     ("Mish", {}, (*NEAR_0, -20.0, 20.0, 89.0), lambda x: x * np.tanh(softplus(x))),
     ("Selu", {}, WIDE, selu),
-    ("Softplus", {}, (-1.0, -1e-3, 1e-3, 3.0, 89.0, 1000.0), softplus),
+    ("Softplus", {}, (*NEAR_0, -80.0, -17.5, 3.0, 19.0, 21.0, 89.0, 1000.0), softplus),
     ("Tanh", {}, WIDE, np.tanh),
     ("Sinh", {}, WIDE, np.sinh),
     ("Cosh", {}, WIDE, np.cosh),

@@ -4,8 +4,9 @@ and activations fused into a convolution.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tvm import relax
 
@@ -96,10 +97,15 @@ def softsign(bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float) -
 
 
 def softplus(bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
-    """log(1 + exp(x)) = max(x, 0) + log(1 + exp(-|x|)), which does not overflow"""
-    size = bb.emit(relax.op.negative(bb.emit(relax.op.abs(x))))
-    tail = bb.emit(relax.op.add(bb.emit(relax.op.exp(size)), scalar(1.0, x)))
-    return bb.emit(relax.op.add(bb.emit(relax.op.nn.relu(x)), bb.emit(relax.op.log(tail))))
+    """log(1 + exp(x)), which is x where it rounds to x"""
+    return bb.emit(relax.op.nn.softplus(x, 1.0, 40.0 if str(x.ty.dtype) == "float64" else 20.0))
+
+
+def convert_softplus(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Convert Softplus to R.nn.softplus."""
+    return softplus(bb, inputs[0], 0.0, 0.0)
 
 
 ACTIVATIONS: tuple[Activation, ...] = (

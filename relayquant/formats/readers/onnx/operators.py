@@ -22,6 +22,7 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from relayquant.formats.readers.elu import emit_elu
+from relayquant.formats.readers.onnx.activations import convert_softplus
 from relayquant.formats.readers.onnx.arithmetic import (
     convert_bit_shift,
     convert_dropout,
@@ -39,7 +40,7 @@ from relayquant.formats.readers.onnx.convolutions import (
     convert_conv_transpose,
 )
 from relayquant.formats.readers.onnx.einsum import convert_einsum
-from relayquant.formats.readers.onnx.frontend import round_once, run_frontend, sum_in_float32
+from relayquant.formats.readers.onnx.frontend import round_once, sum_in_float32
 from relayquant.formats.readers.onnx.indexing import (
     convert_gather,
     convert_gather_elements,
@@ -303,7 +304,7 @@ OPERATORS: dict[str, Convert] = {
     "Slice": convert_slice,
     "Split": convert_split,
     "Selu": round_once(convert_selu),
-    "Softplus": round_once(functools.partial(run_frontend, "Softplus")),
+    "Softplus": round_once(convert_softplus),
     "ThresholdedRelu": convert_thresholded_relu,
     "Softmax": functools.partial(sum_in_float32, "Softmax"),
     "Sum": functools.partial(_fold_pairs, relax.op.add),
