@@ -4,6 +4,8 @@ powers overflow. What is right says numpy in float64, rounded once.
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import ml_dtypes
 import numpy as np
 import onnx
@@ -94,6 +96,19 @@ def test_function__keeps_its_digits(row, dtype):
         error = np.where(found == wanted, 0, np.abs(found - wanted) / size / float(limits.eps))
     assert np.array_equal(np.isnan(found), np.isnan(wanted))
     assert np.nanmax(error) <= LARGEST_ERROR, (data, found, wanted)
+
+
+@pytest.mark.parametrize("bias", [3.0, 2.5, -2.5])
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_shrink__of_integers_that_no_float_holds(dtype, bias):
+    limits = np.iinfo(dtype)
+    data = [limits.min + 9, limits.max - 9, 2**53 + 1, 7, 5, 4, 2, 0]
+    exact = [
+        int(Fraction(x) + Fraction(bias if x < -4.5 else -bias)) if abs(x) > 4.5 else 0
+        for x in data
+    ]
+    found = compute("Shrink", {"lambd": 4.5, "bias": bias}, np.array(data, dtype))
+    assert found.tolist() == exact
 
 
 #: NaN with each of the bits that a bfloat16 lacks, with all of them, and infinity.

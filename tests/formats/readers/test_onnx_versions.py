@@ -356,6 +356,10 @@ def names_of(rows) -> list[str]:
 EDGES = [
     row("Shrink", {"input": ints(-3, -1, 0, 2, 100)}, lambd=[1.5], bias=[0.5, 3.0]),
     row("Shrink", {"input": np.array([0, 1, 2, 200], "uint8")}, lambd=[1.0, 1.5], bias=[3.0]),
+    # Below -lambd and above lambd, both: the first one decides.
+    row("Shrink", {"input": TABLE}, lambd=[-0.5, -3.0], bias=[None, 0.25]),
+    row("Shrink", {"input": ints(-3, -1, 0, 2, 100)}, lambd=[-1.5, -2.0], bias=[None, 0.5, -1.5]),
+    row("Shrink", {"input": np.array([0, 2, 200], "uint8")}, lambd=[-1.5, -300.0], bias=[2.5]),
     *(
         row(
             "Gemm",

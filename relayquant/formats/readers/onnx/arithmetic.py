@@ -14,7 +14,6 @@ import numpy as np
 from tvm import relax
 
 from relayquant.formats.readers.elu import emit_elu, scalar
-from relayquant.formats.readers.onnx.frontend import run_widened
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.reference.unary import SELU_ALPHA, SELU_SCALE
 from relayquant.ir.rewrite.graph import constant_value
@@ -56,11 +55,46 @@ def convert_mod(
 
 def convert_shrink(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr | None:
-    """Convert Shrink of integers in float64. TVM makes integers of lambd, -lambd and bias."""
-    if "float" in dtype_of(inputs[0]):
-        return None
-    return run_widened("float64", "Shrink", bb, inputs, attrs, opset)
+) -> relax.Expr:
+    """Convert Shrink: x + bias below -lambd, else x - bias above lambd, else 0.
+
+    Both may hold, as lambd may be negative. Sums of integers with a fraction are truncated.
+    """
+    (data,) = inputs
+    bound, bias = float(attrs.get("lambd", 0.5)), float(attrs.get("bias", 0.0))
+    if "float" in dtype_of(data):
+        below = bb.emit(relax.op.less(data, scalar(-bound, data)))
+        above = bb.emit(relax.op.greater(data, scalar(bound, data)))
+        raised = bb.emit(relax.op.add(data, scalar(bias, data)))
+        lowered = bb.emit(relax.op.subtract(data, scalar(bias, data)))
+    else:
+        below = _is_at_most(bb, data, math.ceil(-bound) - 1)
+        above = bb.emit(relax.op.logical_not(_is_at_most(bb, data, math.floor(bound))))
+        raised, lowered = _truncate_sum(bb, data, bias), _truncate_sum(bb, data, -bias)
+    rest = bb.emit(relax.op.where(above, lowered, relax.const(0, dtype_of(data))))
+    return relax.op.where(below, raised, rest)
+
+
+def _is_at_most(bb: relax.BlockBuilder, data: relax.Expr, bound: int) -> relax.Expr:
+    """Emit x <= bound for integers x and a bound that their dtype may not hold."""
+    dtype = dtype_of(data)
+    limits = np.iinfo(dtype)
+    if bound < limits.min:
+        return bb.emit(relax.op.less(data, relax.const(limits.min, dtype)))  # none
+    return bb.emit(relax.op.less_equal(data, relax.const(min(bound, limits.max), dtype)))
+
+
+def _truncate_sum(bb: relax.BlockBuilder, data: relax.Expr, number: float) -> relax.Expr:
+    """Emit x + number for integers x, rounded to 0. What the dtype does not hold wraps around."""
+    dtype = dtype_of(data)
+    down, up = (
+        bb.emit(
+            relax.op.add(data, relax.const(np.array(part % 2**64, "uint64").astype(dtype), dtype))
+        )
+        for part in (math.floor(number), math.ceil(number))
+    )
+    is_negative = _is_at_most(bb, data, math.ceil(-number) - 1)
+    return bb.emit(relax.op.where(is_negative, up, down))
 
 
 def convert_bit_shift(
