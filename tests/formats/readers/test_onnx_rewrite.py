@@ -254,17 +254,47 @@ def test_dynamic_quantize_and_conv_integer(weight, zero, groups, pads):
     [
         ("QLinearConv", "", {}, 4, "has 4 inputs"),
         ("QLinearConcat", "com.microsoft", {"axis": 1}, 4, "has 4 inputs"),
-        ("QLinearGlobalAveragePool", "com.microsoft", {"channels_last": 1}, 5, "channels_last=1"),
+        (
+            "QLinearGlobalAveragePool",
+            "com.microsoft",
+            {"channels_last": 1},
+            5,
+            "channels_last is 1; supported: 0. Write this",
+        ),
+        ("QLinearSoftmax", "com.microsoft", {"opset": 13}, 5, "opset is 13 in .* Convert the"),
     ],
 )
 def test_malformed__error_names_the_node(op, domain, attrs, inputs, message):
     b = IntegerBuilder()
     names = ["x", *b.triple(*ONE), *b.triple(*TWO)][:inputs]
     y = b.node(op, *names, domain=domain, **attrs)
-    model = b.model({"x": ("uint8", SHAPE)}, {y: ("uint8", None)})
+    opset = 12 if op == "QLinearSoftmax" else 13
+    model = b.model({"x": ("uint8", SHAPE)}, {y: ("uint8", None)}, opset)
+    model.graph.node[-1].name = ""
     with pytest.raises(ModelError, match=message) as caught:
         import_onnx(model)
-    assert op in str(caught.value)
+    assert f"node {y!r} (operator {op})" in str(caught.value)
+
+
+@pytest.mark.parametrize("with_zero", [True, False], ids=["of_operand", "none"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_add__without_zero_point_has_the_type_of_its_operands(dtype, with_zero):
+    b = IntegerBuilder()
+    scale, zero = b.triple(0.1, np.array(0, dtype))
+    zero = zero if with_zero else ""
+    numbers = b.random.integers(0, 100, SHAPE)
+    other = b.constant(numbers.astype(dtype))
+    operands = [other, scale, zero, scale]
+    inner = b.node("QLinearAdd", "x", scale, zero, *operands, domain="com.microsoft")
+    y = b.node("QLinearAdd", inner, scale, zero, *operands, domain="com.microsoft")
+    model = b.model({"x": (dtype, SHAPE)}, {y: (dtype, SHAPE)})
+    limits = np.iinfo(dtype)
+    data = b.random.integers(limits.min, limits.max + 1, SHAPE)
+    expected = (data + numbers).clip(limits.min, limits.max)
+    expected = (expected + numbers).clip(limits.min, limits.max)
+    (got,) = rq.reference.run(import_onnx(model)[0], [data.astype(dtype)])
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got, expected)
 
 
 def test_malformed__conv_integer_with_auto_pad():

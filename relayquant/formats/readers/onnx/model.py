@@ -51,7 +51,7 @@ from relayquant.formats.readers.onnx.inference import (
 from relayquant.formats.readers.onnx.inputs import Inputs, fix_inputs
 from relayquant.formats.readers.onnx.operators import OPERATORS
 from relayquant.formats.readers.onnx.positions import check_positions
-from relayquant.formats.readers.onnx.rewrite import WIDENED, rewrite_integer_nodes
+from relayquant.formats.readers.onnx.rewrite import WIDENED, name_node, rewrite_integer_nodes
 from relayquant.formats.readers.onnx.symbolic import emit_tensor, find_tensors, fold_sizes, is_sizes
 from relayquant.formats.readers.refusal import Refusal, describe_failure
 from relayquant.ir.rewrite.graph import tensor_dtype
@@ -194,7 +194,7 @@ class _Importer(FRONTEND.ONNXGraphImporter):
             known = standard if node.domain in STANDARD else FOREIGN.get(node.domain, {})
             if node.op_type not in known and not has_body(node, self.opset):
                 name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
-                missing.setdefault(name, []).append(_node_name(node))
+                missing.setdefault(name, []).append(name_node(node))
         if missing:
             lines = [f"{op} (nodes {', '.join(map(repr, at))})" for op, at in missing.items()]
             raise ModelError(
@@ -229,7 +229,7 @@ class _Importer(FRONTEND.ONNXGraphImporter):
                     # an error of a node in a body, which names that node
                     raise cause from cause.__cause__
                 raise ModelError(
-                    f"Node {_node_name(node)!r} (operator {node.op_type}, opset {self.opset}) "
+                    f"Node {name_node(node)!r} (operator {node.op_type}, opset {self.opset}) "
                     f"cannot be converted: {self._describe_failure(node, cause)}",
                     code="RQ202",
                 ) from cause
@@ -427,10 +427,3 @@ def check_output(info: onnx.ValueInfoProto, value: Any) -> None:
             f"computed as {tensor_dtype(value)}. Declare the type that is computed.",
             code="RQ502",
         )
-
-
-def _node_name(node: onnx.NodeProto) -> str:
-    """Return the node's name. ONNX does not require one, so a nameless node gets the name of its
-    first output.
-    """
-    return node.name or next((name for name in node.output if name), "")

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from relayquant.errors import format_count
 from relayquant.formats.readers.onnx.packed import unpack_bnb4, unpack_last
-from relayquant.formats.readers.refusal import NotConstant, Refusal
+from relayquant.formats.readers.refusal import NotConstant, Refusal, describe_failure
 from relayquant.ir.rewrite.function import find_free_name
 
 #: 4-bit and 2-bit types, which TVM cannot hold as constants -> a type that can hold their values
@@ -24,6 +24,9 @@ WIDENED = {
     getattr(TensorProto, "INT2", -1): np.dtype("int8"),
     getattr(TensorProto, "UINT2", -2): np.dtype("uint8"),
 }
+
+#: types of 8 bits, of which an operator's operands and result have the same one
+BYTES = {TensorProto.INT8: np.dtype("int8"), TensorProto.UINT8: np.dtype("uint8")}
 
 #: Before this opset, Softmax treats everything from its axis on as one row.
 FIRST_SOFTMAX_OF_ONE_AXIS = 13
@@ -43,12 +46,14 @@ class GraphRewriter:
         narrow: Names of constants that had fewer than 8 bits -> their original type.
         taken: Names of all tensors.
         opset: Opset of the model.
+        types: Tensors whose element type the graph declares, or that are quantized here.
         nodes: In topological order.
     """
 
     def __init__(self, constants: dict[str, onnx.TensorProto], taken: set[str], opset: int) -> None:
         self.constants, self.taken, self.opset = constants, taken, opset
         self.narrow: dict[str, int] = {}
+        self.types: dict[str, int] = {}
         self.nodes: list[onnx.NodeProto] = []
 
     def unique_name(self, base: str) -> str:
@@ -79,8 +84,23 @@ class GraphRewriter:
         output = self.unique_name(f"{data}.dq")
         return self.add("DequantizeLinear", inputs, output, node.name, axis=axis, domain=MICROSOFT)
 
-    def finish(self, node: onnx.NodeProto, scale: str, zero_point: str, real: str) -> None:
-        """Quantize the real values to the output of `node`."""
+    def find_type(self, tensor: str) -> int:
+        """Return the element type of a constant or a declared tensor, 0 if it is not known."""
+        found = self.constants.get(tensor)
+        return self.types.get(tensor, 0) if found is None else found.data_type
+
+    def finish(
+        self, node: onnx.NodeProto, scale: str, zero_point: str, real: str, like: Triple = ()
+    ) -> None:
+        """Quantize the real values to the output of `node`, without a zero point to the type of
+        the operand `like`, whose zero point has its type.
+        """
+        held = next(
+            (found for name in reversed(like) if (found := self.find_type(name)) in BYTES), 0
+        )
+        if not zero_point and held:
+            zero_point = self.constant(np.zeros((), BYTES[held]), f"{node.output[0]}.zero_point")
+        self.types[node.output[0]] = self.find_type(zero_point)
         inputs = [real, scale, zero_point] if zero_point else [real, scale]
         self.add("QuantizeLinear", inputs, node.output[0], node.name)
 
@@ -103,6 +123,8 @@ def rewrite_integer_nodes(
     constants = {tensor.name: tensor for tensor in graph.initializer}
     rewriter = GraphRewriter(constants, taken, opset)
     rewriter.narrow = widen_tensors(graph, rewriter.constants)
+    for info in (*graph.input, *graph.value_info):
+        rewriter.types[info.name] = info.type.tensor_type.elem_type
     for node in graph.node:
         rewrite = REWRITES.get((node.domain, node.op_type))
         if rewrite is None:
@@ -110,16 +132,30 @@ def rewrite_integer_nodes(
             continue
         try:
             rewrite(rewriter, node, attributes(node))
-        except (IndexError, KeyError) as error:
+        except (IndexError, KeyError, Refusal) as error:
+            cause = error if isinstance(error, Refusal) else lack_inputs(node)
             raise ValueError(
-                f"node {node.name!r} (operator {node.op_type}) has "
-                f"{format_count(len(node.input), 'input')} and lacks {error}"
-            ) from error
-        except Refusal as error:
-            raise ValueError(
-                f"node {node.name!r} (operator {node.op_type}) cannot be converted: {error}"
+                f"node {name_node(node)!r} (operator {node.op_type}) cannot be converted: "
+                f"{describe_failure(cause, {})}"
             ) from error
     return rewriter.nodes, list(rewriter.constants.values())
+
+
+def name_node(node: onnx.NodeProto) -> str:
+    """Return the node's name. ONNX does not require one, so a nameless node gets the name of its
+    first output.
+    """
+    return node.name or next((name for name in node.output if name), "")
+
+
+def lack_inputs(node: onnx.NodeProto) -> Refusal:
+    """Return the refusal of a node whose inputs or attributes are not all there."""
+    return Refusal(
+        f"it has {format_count(len(node.input), 'input')} and "
+        f"{format_count(len(node.attribute), 'attribute')}; "
+        "required: the scale and zero point of each operand, and those of the result",
+        f"Give those that {node.op_type} requires",
+    )
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, object]:
@@ -229,13 +265,11 @@ def rewrite_as(op: str, count: int = 1) -> Rewrite:
     def rewrite(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
         inputs = [rewriter.dequantize(triple, node) for triple in operands(node, count)]
         if attrs.pop("channels_last", 0):
-            raise ValueError(
-                f"node {node.name!r} (operator {node.op_type}) has channels_last=1; supported: 0"
-            )
+            raise Refusal("its attribute channels_last is 1; supported: 0")
         real = rewriter.unique_name(f"{node.output[0]}.real")
         rewriter.add(op, inputs, real, node.name, **attrs)
         scale, zero_point = node.input[3 * count], (*node.input[3 * count + 1 :], "")[0]
-        rewriter.finish(node, scale, zero_point, real)
+        rewriter.finish(node, scale, zero_point, real, [node.input[0], node.input[2]])
 
     return rewrite
 
@@ -262,9 +296,10 @@ def rewrite_softmax(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) 
         rewrite_as("Softmax")(rewriter, node, {"axis": -1, **attrs})
         return
     if not flattens:
-        raise ValueError(
-            f"node {node.name!r} (operator {node.op_type}) has opset=13 in a model of opset "
-            f"{rewriter.opset}; supported: 13 and later"
+        raise Refusal(
+            f"its attribute opset is 13 in a model of opset {rewriter.opset}; supported: 13 and "
+            "later",
+            "Convert the model to opset 13: onnx.version_converter.convert_version(model, 13)",
         )
     (data,) = operands(node, 1)
     inputs = [rewriter.dequantize(data, node)]
@@ -276,7 +311,7 @@ def rewrite_softmax(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) 
     flat = rewriter.add("Softmax", [rows], rewriter.unique_name(f"{base}.flat"), node.name, axis=1)
     real = rewriter.unique_name(f"{base}.real")
     rewriter.add("Reshape", [flat, shape], real, node.name)
-    rewriter.finish(node, node.input[3], (*node.input[4:], "")[0], real)
+    rewriter.finish(node, node.input[3], (*node.input[4:], "")[0], real, [data[0], data[2]])
 
 
 # -- weights that lie packed -----------------------------------------------------------------------
