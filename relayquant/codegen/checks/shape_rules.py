@@ -9,6 +9,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir import Call
 
@@ -97,11 +98,27 @@ def have_sizes(shapes: Shapes) -> Iterator[Any]:
 
 
 def keep_count(shapes: Shapes) -> Iterator[Any]:
-    """A reshape has as many elements as its operand."""
+    """A reshape has as many elements as its operand. Sizes that both have are left out: the others
+    fit in a batch of 0, too.
+    """
     yield from have_sizes(shapes)
     if shapes.result is not None:
         one = tirx.const(1, "int64")
-        yield tirx.EQ(prod(shapes.operands[0], start=one), prod(shapes.result, start=one))
+        before, after = drop_common(shapes.operands[0], shapes.result)
+        yield tirx.EQ(prod(before, start=one), prod(after, start=one))
+
+
+def drop_common(before: Shape, after: Shape) -> tuple[Shape, Shape]:
+    """Return two shapes without the symbolic sizes that both have."""
+    kept, rest = [], list(after)
+    for size in before:
+        same = (at for at, other in enumerate(rest) if tvm_ffi.structural_equal(size, other))
+        at = None if isinstance(size, tirx.IntImm) else next(same, None)
+        if at is None:
+            kept.append(size)
+        else:
+            del rest[at]
+    return kept, rest
 
 
 def match_axes(before: Shape, after: Shape) -> Iterator[Any]:
