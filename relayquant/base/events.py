@@ -84,8 +84,8 @@ class Callback:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         known = [name for name in vars(Callback) if name.startswith("on_")]
-        for name in vars(cls):
-            if name.startswith("on_") and name not in known:
+        for name in dir(cls):  # with what it inherits from other classes
+            if name.startswith("on_") and name not in known and callable(getattr(cls, name)):
                 raise ConfigError(
                     f"Callback {cls.__name__}: no event calls the method {name!r}. "
                     f"{suggest_name(name, known)}",

@@ -98,3 +98,22 @@ def test_callback__method_that_no_event_calls_is_named():
     with pytest.raises(ConfigError, match=r"Typo: .*'on_parameter'\. Did you mean 'on_parameters'"):
         type("Typo", (StopAtTwo,), {"on_parameter": lambda self, event: None})
     type("Own", (Callback,), {"once": 1, "on_stage_end": lambda self, event: None})
+
+
+class Misspelled:
+    def on_parameter(self, event):
+        """No event has this name."""
+
+
+def test_callback__method_of_another_name_is_refused_where_it_is_inherited():
+    with pytest.raises(ConfigError, match="'on_parameter'. Did you mean 'on_parameters'"):
+
+        class Inherits(Misspelled, Callback):
+            pass
+
+
+def test_callback__attributes_of_a_user_are_no_methods():
+    class Named(Callback):
+        on_done = None
+
+    assert Named().on_done is None
