@@ -154,8 +154,8 @@ def compress_weights(
         advice = "Weights that are parameters of functions need `params`."
         if before is not None and before.quantized:
             advice = (
-                f"It has {format_count(len(before.quantized), 'operator')} with weights of few "
-                "bits already: run it as it is, or compress the float model."
+                f"It has {format_count(len(before.quantized), 'quantized operator')} already: "
+                "run it as it is, or compress the float model."
             )
         raise ModelError(
             "The module has no product with a constant float32 weight of two dimensions, so that "

@@ -186,10 +186,10 @@ def test_compress__params_that_do_not_fit(llama):
         rq.compress_weights(mod)
 
 
-def test_compress__what_has_few_bits_already(llama):
+def test_compress__what_is_quantized_already(llama):
     """As a GGUF file with blocks, or the command twice."""
     once = rq.compress_weights(*llama)
-    with pytest.raises(ModelError, match=r"It has \d+ operators with weights of few bits already"):
+    with pytest.raises(ModelError, match=r"It has \d+ quantized operators already: run"):
         rq.compress_weights(once)
 
 
