@@ -148,3 +148,6 @@ def test_scale_negatives__every_slope_and_value(slope, dtype):
     with np.errstate(invalid="ignore", over="ignore"):
         expected = np.where(x > 0, x, x * slopes)
         np.testing.assert_array_equal(Numpy.scale_negatives(x, slopes), expected)
+        if slopes.ndim == 0:
+            alone = [Numpy.scale_negatives(each, slopes) for each in map(np.asarray, x[:, 0])]
+            np.testing.assert_array_equal(alone, expected[:, 0])

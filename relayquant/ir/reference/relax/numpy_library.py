@@ -136,12 +136,12 @@ class Numpy:
         for finite slopes. Both avoid `np.where`, which predicts a branch for each value.
         """
         if np.all((slope > 0) & (slope <= 1)):
-            result = x * slope
+            result = np.asarray(x * slope)  # numpy makes a number of an array without axes
             return np.maximum(x, result, out=result)
         if not np.isfinite(slope).all():
             return np.where(x > 0, x, x * slope)
         zero = x.dtype.type(0)
-        result = np.minimum(x, zero) * slope
+        result = np.asarray(np.minimum(x, zero) * slope)
         return np.add(result, np.maximum(x, zero), out=result)
 
     # ---- sums ----
