@@ -106,7 +106,7 @@ class Misspelled:
 
 
 def test_callback__method_of_another_name_is_refused_where_it_is_inherited():
-    with pytest.raises(ConfigError, match="'on_parameter'. Did you mean 'on_parameters'"):
+    with pytest.raises(ConfigError, match=r"'on_parameter'\. Did you mean 'on_parameters'"):
 
         class Inherits(Misspelled, Callback):
             pass
