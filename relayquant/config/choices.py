@@ -13,7 +13,8 @@ class Effort(enum.Enum):
     #: default
     BALANCED = "balanced"
     #: BALANCED with a search of weight scales and ranges that see the rounding of values before
-    #: them; `quantize` keeps the result of BALANCED if it follows the float model better on samples
+    #: them; `quantize` keeps the result of BALANCED unless that of BEST is clearly nearer to the
+    #: float model on samples
     BEST = "best"
 
 

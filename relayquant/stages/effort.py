@@ -42,8 +42,8 @@ class EffortSettings:
         order: When parameters are chosen.
         equalizes_layers: Whether layers are scaled against one another first where this pays off
             (see `stages.equalization`).
-        below: Level that `quantize` compares with on a few samples. Its result is kept if it
-            follows the float model better. None: no comparison.
+        below: Level that `quantize` compares with on a few samples. Its result is kept unless this
+            level's is clearly nearer to the float model. None: no comparison.
     """
 
     activation: Observer

@@ -1,12 +1,12 @@
 """Behind the data flow: integer modules of one model by two levels of effort + a few samples ->
-whether the higher level follows the float model at least as well.
+why the lower level is kept, if it is.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import tvm
@@ -17,6 +17,7 @@ from relayquant.config import Effort, Guard, GuardSettings
 from relayquant.data import Batch, SpreadSample, count_samples
 from relayquant.flow.refine.kept_samples import count_samples_for
 from relayquant.flow.settings import QuantizeSettings
+from relayquant.ir.ledger import attach_ledger, read_ledger
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import iterate_results, result_expr
 from relayquant.stages.calibration.observer_selection import (
@@ -32,6 +33,19 @@ from relayquant.stages.prepared import PreparedModel
 FEWEST, MOST = 4, 32
 
 
+@dataclass(frozen=True, eq=False)
+class Distance:
+    """How far a module's outputs are from the float model's.
+
+    Attributes:
+        differing: Clearly different answers of all outputs.
+        noise: Noise of each output on each sample, (outputs, samples).
+    """
+
+    differing: int
+    noise: NDArray[np.float64]
+
+
 def keep_nearer(
     calibrated: PreparedModel,
     qmod: tvm.IRModule,
@@ -42,23 +56,23 @@ def keep_nearer(
     lower: Callable[[PreparedModel], tvm.IRModule],
 ) -> tuple[PreparedModel, tvm.IRModule]:
     """(calibrated model, integer module) -> the same, or those of the level of effort `below` if
-    its outputs are nearer to the float model's on a few samples.
+    the outputs are not clearly nearer to the float model's on a few samples.
 
-    There is no comparison without a guard, and none with a checkpoint: a stopped calibration must
-    continue.
+    There is no comparison without a guard or kept samples (nothing read the data, as nothing is
+    quantized), and none with a checkpoint: a stopped calibration must continue.
     """
     is_off = settings.guarding.find_action(calibrated.effort) is Guard.OFF
-    if below is None or is_off or settings.checkpoint is not None:
+    if below is None or is_off or settings.checkpoint is not None or not sample.kept:
         return calibrated, qmod
     batches = pick_compared(calibrated, sample, settings.guarding)
-    other = calibrate(replace(settings, effort=below))
-    note = f"{below.value}, which follows the float model better on samples of the data"
-    other = replace(other, effort=calibrated.effort, choices={"level": note, **other.choices})
+    other = replace(calibrate(replace(settings, effort=below)), effort=calibrated.effort)
     module = lower(other)
     measure = make_meter(calibrated, batches)
-    (differing, noise), (other_differing, base) = measure(qmod), measure(module)
-    is_kept = differing <= other_differing and is_nearer(noise, base)
-    return (calibrated, qmod) if is_kept else (other, module)
+    if not (flaw := find_flaw(measure(qmod), measure(module))):
+        return calibrated, qmod
+    note, ledger = {"level": f"{below.value}: {settings.level.value} {flaw}"}, read_ledger(module)
+    module = attach_ledger(module, replace(ledger, choices=note | dict(ledger.choices)))
+    return replace(other, choices=note | dict(other.choices)), module
 
 
 def pick_compared(
@@ -76,9 +90,9 @@ def pick_compared(
 
 def make_meter(
     calibrated: PreparedModel, batches: Sequence[Batch]
-) -> Callable[[tvm.IRModule], tuple[int, NDArray[np.float64]]]:
-    """Return a function: integer module -> (clearly different answers of all outputs, noise of each
-    output on each sample). A softmax is judged by its logarithm, unless it is an integer output.
+) -> Callable[[tvm.IRModule], Distance]:
+    """Return a function: integer module -> its distance. A softmax is judged by its logarithm,
+    unless it is an integer output.
     """
     expected = compute_results(calibrated.mod, batches)
     view = Graph(calibrated.mod)
@@ -87,22 +101,33 @@ def make_meter(
         each and not value.is_integer for each, value in zip(found, calibrated.outputs, strict=True)
     ]
 
-    def measure(qmod: tvm.IRModule) -> tuple[int, NDArray[np.float64]]:
+    def measure(qmod: tvm.IRModule) -> Distance:
         meter, parts = GapMeter(calibrated.mod, qmod), []
         for batch, real in zip(batches, expected, strict=True):
             got = meter.measure(batch, real)
             pair = (take_logarithms(each, is_log) for each in (real, got))
             parts.append(measure_noise(*pair, count_samples(batch)))
         differing = sum(gap.differing for gap in meter.gaps)
-        return differing, np.concatenate(parts, axis=1)
+        return Distance(differing, np.concatenate(parts, axis=1))
 
     return measure
 
 
-def is_nearer(noise: NDArray[np.float64], base: NDArray[np.float64]) -> bool:
-    """Whether the outputs are nearer to the float model's than with the noise `base`, both
-    (outputs, samples): a gain on average that is larger than its standard error, and no output that
-    may lose more than `TOLERANCE` within its own.
+def find_flaw(distance: Distance, base: Distance) -> str:
+    """Why a level with this distance is not clearly nearer to the float model than one with the
+    distance `base`; "" if it is: a gain on average that is larger than its standard error, no
+    output that may lose more than `TOLERANCE` within its own, and no more different answers.
     """
-    bounds = [math.fsum(compare_noise(*pair)) for pair in zip(noise, base, strict=True)]
-    return math.fsum(bounds) <= 0 and max(bounds) <= TOLERANCE
+    if distance.differing > base.differing:
+        return "has more different answers"
+    if distance.noise.shape[1] < FEWEST:  # too few for a standard error
+        return f"is compared on fewer than {FEWEST} samples"
+    found = [compare_noise(*pair) for pair in zip(distance.noise, base.noise, strict=True)]
+    if math.fsum(ratio for ratio, _ in found) > 0:
+        return "is farther from the float model"
+    bounds = [math.fsum(pair) for pair in found]
+    if math.fsum(bounds) > 0:
+        return "gains less than its standard error"
+    if max(bounds, default=0) > TOLERANCE:
+        return f"may lose more than {TOLERANCE} dB at an output"
+    return ""

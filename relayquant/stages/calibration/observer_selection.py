@@ -50,7 +50,7 @@ RELATIVE, MINMAX = CANDIDATES = ("RelativeMSE", "MinMax")
 TOLERANCE = 0.2
 #: dB that the outputs of a section must gain on average before it gets a candidate of its own
 LEAST_GAIN = 0.1
-#: smallest probability that counts
+#: smallest probability that counts; in a type without it, that type's smallest number
 LEAST_PROBABILITY = 1e-20
 #: share of the float model's energy below which differences are no error (120 dB)
 NO_NOISE = 1e-12
@@ -129,9 +129,14 @@ def take_logarithms(
 ) -> list[np.ndarray]:
     """Return the results as they are judged: probabilities by their logarithms."""
     return [
-        np.log(np.maximum(result, LEAST_PROBABILITY)) if is_log else result
+        np.log(np.maximum(result, find_least(result.dtype))) if is_log else result
         for result, is_log in zip(results, is_probability, strict=True)
     ]
+
+
+def find_least(dtype: np.dtype) -> float:
+    """Return the smallest probability of a float type that counts."""
+    return max(LEAST_PROBABILITY, float(np.nextafter(np.zeros((), dtype), np.ones((), dtype))))
 
 
 def plan_rounds(sections: Sequence[Section]) -> Iterator[list[Section]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from float_models import build_model
@@ -14,10 +16,11 @@ from relayquant.config import GuardSettings
 from relayquant.data import SpreadSample, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.flow.refine import levels
-from relayquant.flow.refine.levels import is_nearer, make_meter, pick_compared
+from relayquant.flow.refine.levels import Distance, find_flaw, make_meter, pick_compared
 
 
-def test_make_meter__a_softmax_is_judged_by_its_logarithm():
+@pytest.mark.parametrize("requested", ["", "int8"])
+def test_make_meter__a_softmax_is_judged_by_its_logarithm_unless_it_is_integer(requested):
     def body(emit, x):
         first = emit.dense("first", x, 4)
         return relax.Tuple([emit("scores", op.nn.softmax(first)), first])
@@ -27,55 +30,94 @@ def test_make_meter__a_softmax_is_judged_by_its_logarithm():
     data = [{"x": rng.normal(size=(2, 25)).astype("float32")} for _ in range(3)]
     prepared = rq.calibrate(rq.prepare(mod, None), data)
     qmod = rq.lower(rq.convert_to_reference(prepared))
-    differing, noise = make_meter(prepared, data)(qmod)
+    scores, first = prepared.outputs
+    asked = replace(prepared, outputs=(replace(scores, requested=requested), first))
+    found = make_meter(asked, data)(qmod)
     runs = [[rq.reference.run(each, batch) for batch in data] for each in (mod, qmod)]
     (real, real_first), (got, got_first) = (
         (np.stack(each).astype("float64") for each in zip(*run, strict=True)) for run in runs
     )
-    expected = [(np.log(got) - np.log(real)) ** 2, (got_first - real_first) ** 2]
-    np.testing.assert_allclose(noise, [x.sum(-1).ravel() for x in expected], rtol=1e-3)
-    assert differing == sum(
+    judged = (got, real) if requested else (np.log(got), np.log(real))
+    expected = [np.subtract(*judged) ** 2, (got_first - real_first) ** 2]
+    np.testing.assert_allclose(found.noise, [x.sum(-1).ravel() for x in expected], rtol=1e-3)
+    assert found.differing == sum(
         count_differing(x, y)[0]
         for run in zip(*runs, strict=True)
         for x, y in zip(*run, strict=True)
     )
 
 
+FARTHER = "is farther from the float model"
+LOSES = "may lose more than 0.2 dB at an output"
+CHANCE = "gains less than its standard error"
+FEW = "is compared on fewer than 4 samples"
+
+
 @pytest.mark.parametrize(
     ("gains", "expected"),
     [
-        ([1.0, -0.1], True),
-        ([1.5, -0.8], False),  # one output loses, whatever the other gains
-        ([-0.1, 0.0], False),
-        ([0.0, 0.0], True),
-        ([-np.inf], False),
+        ([1.0, -0.1], ""),
+        ([1.5, -0.8], LOSES),  # whatever the other gains
+        ([-0.1, 0.0], FARTHER),
+        ([0.0, 0.0], ""),
+        ([-np.inf], FARTHER),
+        ([], ""),
     ],
 )
-def test_is_nearer__no_output_loses(gains, expected):
+def test_find_flaw__no_output_loses(gains, expected):
     base = np.ones((len(gains), 6))
-    assert is_nearer(base * 10 ** (-np.array(gains)[:, None] / 10), base) is expected
+    noise = base * 10 ** (-np.array(gains)[:, None] / 10)
+    assert find_flaw(Distance(0, noise), Distance(0, base)) == expected
 
 
-def test_is_nearer__a_gain_within_its_standard_error_is_chance():
-    base, noise = np.ones((1, 6)), np.full((1, 6), 0.9)
-    assert is_nearer(noise, base)
+def test_find_flaw__a_gain_within_its_standard_error_is_chance():
+    base, noise = Distance(0, np.ones((1, 6))), np.full((1, 6), 0.9)
+    assert not find_flaw(Distance(0, noise), base)
     noise[0, :2] = 0.3, 1.5  # the same sum
-    assert not is_nearer(noise, base)
+    assert find_flaw(Distance(0, noise), base) == CHANCE
 
 
-@pytest.mark.parametrize("is_near", [True, False])
-def test_quantize__best_keeps_the_level_that_follows_better(monkeypatch, is_near):
+@pytest.mark.parametrize(("count", "expected"), [(1, FEW), (3, FEW), (4, "")])
+def test_find_flaw__few_samples_have_no_standard_error(count, expected):
+    base = np.ones((2, count))
+    assert find_flaw(Distance(0, base / 2), Distance(0, base)) == expected
+
+
+@pytest.mark.parametrize(("differing", "is_flaw"), [(0, False), (2, False), (3, True)])
+def test_find_flaw__no_more_answers_differ(differing, is_flaw):
+    base = np.ones((1, 6))
+    flaw = find_flaw(Distance(differing, base / 2), Distance(2, base))
+    assert flaw == ("has more different answers" if is_flaw else "")
+
+
+@pytest.mark.parametrize("flaw", ["", "differs"])
+def test_quantize__best_is_kept_without_a_flaw(monkeypatch, flaw):
     mod = build_model(lambda emit, x: emit.dense("z", emit.dense("y", x, 30), 3), (4, 25))
     rng = np.random.default_rng(0)
     data = [rng.normal(size=(4, 25)).astype("float32") for _ in range(4)]
-    monkeypatch.setattr(levels, "is_nearer", lambda *_: is_near)
+    monkeypatch.setattr(levels, "find_flaw", lambda *_: flaw)
     best = rq.quantize(mod, None, data, effort="best")
     balanced = rq.quantize(mod, None, data)
     ledger = rq.ledger(best)
     assert ledger.to_dict()["effort"] == "best"
-    assert ("level" in ledger.choices) is not is_near
+    assert ledger.choices.get("level") == ("balanced: best differs" if flaw else None)
     (got,), (expected,) = (rq.reference.run(each, [data[0]]) for each in (best, balanced))
-    assert np.array_equal(got, expected) is not is_near
+    assert np.array_equal(got, expected) is bool(flaw)
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+@pytest.mark.filterwarnings("ignore:Nothing is quantized")
+def test_quantize__best_compares_nothing_where_nothing_is_quantized(is_off):
+    mod = build_model(lambda emit, x: emit("y", op.nn.relu(x)), (4, 25))
+    mapping = None
+    if is_off:
+        mod = build_model(lambda emit, x: emit.dense("y", x, 3), (4, 25))
+        mapping = rq.QConfigMapping().set_global(None)
+    data = [np.random.default_rng(i).normal(size=(4, 25)).astype("float32") for i in range(2)]
+    qmod = rq.quantize(mod, None, data, effort="best", qconfig_mapping=mapping)
+    assert "level" not in rq.ledger(qmod).choices
+    (got,), (expected,) = (rq.reference.run(each, [data[0]]) for each in (qmod, mod))
+    np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("length", [47, 48])

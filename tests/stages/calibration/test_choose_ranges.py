@@ -28,6 +28,7 @@ from relayquant.stages.calibration.observer_selection import (
     find_sections,
     is_as_near,
     measure_noise,
+    take_logarithms,
 )
 
 TRUNK = Section(("a", "b"), frozenset({0, 1}))
@@ -318,3 +319,9 @@ def test_prepared__observers_are_kept_in_its_file(tmp_path):
     prepared = rq.calibrate(rq.prepare(two_heads()), draw_rare(16))
     rq.save_prepared(prepared, tmp_path / "model.zip")
     assert rq.load_prepared(tmp_path / "model.zip").observers == prepared.observers
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("float16", 2.0**-24), ("float32", 1e-20)])
+def test_take_logarithms__of_zero_is_that_of_the_least_that_counts(dtype, least):
+    (got,) = take_logarithms([np.array([0.0, 1.0], dtype)], [True])
+    np.testing.assert_allclose(got, [np.log(least), 0.0], rtol=1e-3)
