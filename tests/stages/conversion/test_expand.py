@@ -339,7 +339,7 @@ def test_rule_of_the_user__comes_first():
         e = dequantize(r, 0.5, 3)
         a = R.negative(d)
         b = R.negative(e)
-        return (a, b)
+        return relax.Tuple([a, b])
 
     @as_main
     def expected(q: R.Tensor((3,), "int8"), r: R.Tensor((3,), "uint8")):
@@ -347,7 +347,7 @@ def test_rule_of_the_user__comes_first():
         n = R.negative(q)
         a = dequantize(n, 0.5, 0)
         b = R.negative(e)
-        return (a, b)
+        return relax.Tuple([a, b])
 
     tvm.ir.assert_structural_equal(
         expand_affine(before, backend)["main"], expected["main"], map_free_vars=True
