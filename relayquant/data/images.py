@@ -6,7 +6,6 @@ Pictures need Pillow: `pip install relayquant[images]`.
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -275,8 +274,23 @@ def open_images(
     return PictureFolder(tuple(list_images(folder)), preprocessing, info)
 
 
-#: a line of labels: a name, which may hold blanks and commas, or none; and a class
-LABEL = re.compile(r"\s*(?:(.+?)[\s,]+)?([^\s,]+)[\s,]*")
+def split_label(line: str) -> tuple[str, str]:
+    """Split a line of labels into the name of a picture, "" if it has none, and the class, "" if
+    the line is empty.
+
+    A name may hold blanks and commas. Both may be in double quotes, as in CSV.
+    """
+    *before, label = line.replace(",", " ").rsplit(maxsplit=1) or [""]
+    name = ""
+    for rest in before:
+        name = line[len(rest) - len(rest.lstrip()) : len(rest)]
+    return unquote(name), unquote(label)
+
+
+def unquote(word: str) -> str:
+    """Return a word of a table in CSV without its quotes."""
+    is_quoted = len(word) > 1 and word[0] == word[-1] == '"'
+    return word[1:-1].replace('""', '"') if is_quoted else word
 
 
 def read_labels(
@@ -285,7 +299,7 @@ def read_labels(
     """Read the class of each sample from a text file, int64.
 
     The file has one line "CLASS" per sample, in order. For pictures it may instead have one line
-    "NAME CLASS" (or "NAME,CLASS") per picture, in any order.
+    "NAME CLASS" (or "NAME,CLASS") per picture, in any order. A name may be in double quotes.
 
     Args:
         path: The file.
@@ -299,8 +313,8 @@ def read_labels(
     with reading(path, "file of labels"):
         text = read_text(path, MAX_LABELS_BYTES)
     words = text.replace(",", " ").split()
-    rows = [row.groups() for line in text.splitlines() if (row := LABEL.fullmatch(line))]
-    is_bare = [name is None for name, _ in rows]
+    rows = [row for line in text.splitlines() if (row := split_label(line))[1]]
+    is_bare = [not name for name, _ in rows]
     try:
         if words and (images is None or (all(is_bare) and len(rows) == len(images))):
             return np.array([int(word) for word in words])
@@ -312,9 +326,11 @@ def read_labels(
         missing = [name for name in names if name not in named]
         if not missing:
             return np.array([named[name] for name in names])
+        others = sorted(named.keys() - {*names})
+        unknown = f", and one for {others[0]!r}, which is no picture" if others else ""
         raise DataError(
             f"{path} has no line for {format_count(len(missing), 'picture')}, the first is "
-            f"{missing[0]!r}. Add a line 'NAME CLASS' for each.",
+            f"{missing[0]!r}{unknown}. Add a line 'NAME CLASS' for each.",
             code="RQ301",
         )
     allowed = "a line 'CLASS' for each sample"

@@ -137,7 +137,9 @@ def test_read_labels__by_name_and_in_order(folder):
     for text, message in {
         "3\n": "has no line for|has no labels",
         "b.png 3\n": "no line for 1 picture, the first is 'deep/c.png'",
+        "b.png 3 5\n": "'b.png', and one for 'b.png 3', which is no picture",
         "b.png cat\n": "not an integer",
+        " " * 100_000 + "b.png cat\n": "not an integer",  # in one pass
         "": "has no labels",
     }.items():
         file.write_text(text)
@@ -145,6 +147,8 @@ def test_read_labels__by_name_and_in_order(folder):
             read_labels(file, images, folder)
     file.write_text("a b, c.png , 3\n\nä  d.png\t7 \n")
     named = [folder / "a b, c.png", folder / "ä  d.png"]
+    assert read_labels(file, named, folder).tolist() == [3, 7]
+    file.write_text('"a b, c.png",3\n ,"ä  d.png","7",\n')  # as tables are written in CSV
     assert read_labels(file, named, folder).tolist() == [3, 7]
     file.write_text("b.png 3\n7\n")
     with pytest.raises(rq.DataError, match="has no labels"):
