@@ -13,6 +13,7 @@ import tvm
 from tvm import relax
 from tvm.ir import GenericConst
 
+from relayquant.ir.ops.callbacks import run_accumulator_axis, run_axis
 from relayquant.ir.ops.find import find_pattern, match_operator
 from relayquant.ir.plan import OperatorPlan
 from relayquant.ir.rewrite import Graph, Skip
@@ -144,9 +145,8 @@ def match_norm(
         return Skip("the operator has no constant weight and bias")
     pattern = find_pattern(prepared.backend, operator.pattern)
     match = match_operator(Graph(prepared.mod), prepared.backend, operator)
-    axis_of, result_axis = pattern.operand("weight").axis, pattern.accumulator_axis
-    weight_axis = None if axis_of is None else axis_of(match)
-    axis = None if result_axis is None else result_axis(match)
+    weight_axis = run_axis(pattern, pattern.operand("weight"), match)
+    axis = run_accumulator_axis(pattern, match)
     if weight_axis is None or axis is None:
         return Skip("the weight has no axis of output channels")
     expected, folded = norm.shift, constants[bias].value.reshape(-1)

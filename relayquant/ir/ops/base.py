@@ -336,6 +336,13 @@ class QuantOp:
                 f"have. {suggest_name(self.op, allowed)}",
                 code="RQ106",
             )
+        for operand in self.operands:
+            if operand.role is Role.BIAS and operand.axis is not None:
+                raise ConfigError(
+                    f"QuantOp {self.name!r}: operand {operand.name!r} is a bias, which has no axis "
+                    "of its own. Give the axis of its channels in the result as accumulator_axis.",
+                    code="RQ106",
+                )
         named = {operand.name: operand.role for operand in self.operands}
         if Role.BIAS in named.values():
             kept = {"data": Role.ACTIVATION, "weight": Role.WEIGHT, "bias": Role.BIAS}

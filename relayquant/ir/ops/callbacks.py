@@ -64,26 +64,45 @@ def run_check(row: QuantOp, match: Match) -> Skip | None:
 
 
 def run_axis(row: QuantOp, operand: Operand, match: Match) -> int | None:
-    """Return the channel axis of an operand, or None if it has none.
+    """Return the channel axis of an operand, or None if it has none. For a bias, which may have
+    fewer axes than the result, it is an axis of the result.
 
     Raises:
         ConfigError: The callback raised, or did not return an axis of the operand.
     """
-    # A bias may have fewer axes than the result, whose axes its row counts.
-    is_bias = operand.role is Role.BIAS
-    function = row.accumulator_axis if is_bias else operand.axis
+    if operand.role is Role.BIAS:
+        return run_accumulator_axis(row, match)
+    what = f"axis of {operand.name!r}"
+    return call_axis(row, match, what, operand.axis, match.parts[operand.name], "operand")
+
+
+def run_accumulator_axis(row: QuantOp, match: Match) -> int | None:
+    """Return the axis of the result along which the accumulator is per-channel, or None.
+
+    Raises:
+        ConfigError: The callback raised, or did not return an axis of the result.
+    """
+    return call_axis(row, match, "accumulator_axis", row.accumulator_axis, match.root, "result")
+
+
+def call_axis(
+    row: QuantOp,
+    match: Match,
+    name: str,
+    function: Callable[[Match], int | None] | None,
+    value: relax.Expr,
+    kind: str,
+) -> int | None:
+    """Return what a callback that names an axis of `value` returns."""
     if function is None:
         return None
-    where = describe_place(
-        row, match.name, "accumulator_axis" if is_bias else f"axis of {operand.name!r}"
-    )
+    where = describe_place(row, match.name, name)
     axis = call_user(where, lambda: function(match))
-    rank = getattr(match.parts[operand.name].ty, "ndim", -1)
+    rank = getattr(value.ty, "ndim", -1)
     is_axis = isinstance(axis, int) and not isinstance(axis, bool)
-    if axis is not None and not (is_axis and (rank < 0 or is_bias or 0 <= axis < rank)):
+    if axis is not None and not (is_axis and (rank < 0 or 0 <= axis < rank)):
         raise ConfigError(
-            f"{where} returned {axis!r}; allowed: an axis of the operand, 0 to {rank - 1}, or "
-            "None.",
+            f"{where} returned {axis!r}; allowed: an axis of the {kind}, 0 to {rank - 1}, or None.",
             code="RQ106",
         )
     return axis

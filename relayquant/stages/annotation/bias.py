@@ -26,6 +26,7 @@ from relayquant.base.axes import shape_along
 from relayquant.base.qtypes import Role
 from relayquant.config import BackendConfig, QConfigMapping
 from relayquant.ir.ops import Kind
+from relayquant.ir.ops.callbacks import run_accumulator_axis
 from relayquant.ir.ops.find import find_pattern, match_operator
 from relayquant.ir.plan import OperatorPlan, Plan, SharedQParams
 from relayquant.ir.rewrite import Emitter, Graph, Match, rewrite_main
@@ -140,7 +141,7 @@ def find_missing_bias(
     if Role.WEIGHT not in {operand.role for operand in row.operands}:
         return None
     match = match_operator(graph, backend, operator)
-    axis, linear = row.accumulator_axis(match), find_linear(match)
+    axis, linear = run_accumulator_axis(row, match), find_linear(match)
     if "bias" in match.parts or axis is None or linear is None:
         return None
     shape = tensor_shape(linear)

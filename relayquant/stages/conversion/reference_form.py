@@ -39,14 +39,19 @@ from relayquant.ir.ops.base import (
     narrow_integer,
     repeat_match,
 )
-from relayquant.ir.ops.callbacks import describe_place, run_axis, run_realize_grouped
+from relayquant.ir.ops.callbacks import (
+    describe_place,
+    run_accumulator_axis,
+    run_axis,
+    run_realize_grouped,
+)
 from relayquant.ir.ops.dynamic import quantize_rows_at_run_time, round_at_run_time
 from relayquant.ir.ops.find import find_pattern, match_operator, operand_constant
 from relayquant.ir.ops.narrow_float import NarrowFloats
 from relayquant.ir.plan import OperatorPlan
 from relayquant.ir.reference import qnn as numpy_qnn
 from relayquant.ir.rewrite import Emitter, Graph, Match, Skip, rewrite_main
-from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.stages.conversion.bias import BIAS_LIMIT, LEAST_SHARE, refine_units
 from relayquant.stages.conversion.propagate import clip_integer
 from relayquant.stages.prepared import PreparedModel
@@ -222,7 +227,7 @@ class _ReferenceBuilder:
         zero = qparams.zero_point
         if qparams.axis is not None and zero.ndim:
             zero = zero.reshape(shape_along(qparams.axis, weight.ndim))
-        axis = operand.axis(match) if operand.axis is not None else None
+        axis = run_axis(pattern, operand, match)
         return find_extent(weight.astype("int64") - zero, axis) == 0
 
     def group_operator(
@@ -264,8 +269,7 @@ class _ReferenceBuilder:
         """v -> dequantize(clip or wrap(quantize(v))), with int32 in units of the accumulator."""
         keys, accumulator = dict(operator.operands), operator.accumulator
         data, weight = (self.parameters[keys[part.name]] for part in pattern.operands[:2])
-        axis = pattern.accumulator_axis(match) if pattern.accumulator_axis is not None else None
-        qparams = accumulator_qparams(data, weight, axis)
+        qparams = sum_qparams(pattern, match, data, weight)
         axis = -1 if qparams.axis is None else qparams.axis
 
         def narrow(value: relax.Expr) -> relax.Expr:
@@ -372,11 +376,29 @@ def bias_qparams(
     """
     keys = dict(operator.operands)
     data, weight = parameters[keys["data"]], parameters[keys["weight"]]
-    axis = run_axis(pattern, pattern.operand("bias"), match)
+    units = sum_qparams(pattern, match, data, weight)
+    if units.axis is None:
+        return units
     # The constant may have fewer dimensions than the result it is added to.
-    rank = match.parts["bias"].ty.ndim
-    if axis is not None:
-        axis -= match.root.ty.ndim - rank
+    return replace(units, axis=units.axis + match.parts["bias"].ty.ndim - match.root.ty.ndim)
+
+
+def sum_qparams(pattern: QuantOp, match: Match, data: QParams, weight: QParams) -> QParams:
+    """Return the accumulator's parameters along the axes of the result.
+
+    Raises:
+        ConfigError: The row does not say which axis of the result has the channels of the weight.
+    """
+    axis, shape = run_accumulator_axis(pattern, match), tensor_shape(match.root)
+    channels = weight.scale.size
+    size = shape[axis] if axis is not None and shape is not None else None
+    if weight.scale.ndim and (axis is None or (isinstance(size, int) and size != channels)):
+        found = "" if size is None else f", an axis of {size}"
+        raise ConfigError(
+            f"{describe_place(pattern, match.name, 'accumulator_axis')} returned {axis!r}{found}; "
+            f"allowed: the axis of the result that has the {channels} channels of the weight.",
+            code="RQ106",
+        )
     return accumulator_qparams(data, weight, axis)
 
 

@@ -15,6 +15,7 @@ from tvm import relax
 from relayquant.config import Accumulator, Overflow
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ops import QuantOp
+from relayquant.ir.ops.callbacks import run_accumulator_axis
 from relayquant.ir.rewrite import Emitter, Match
 from relayquant.stages.prepared import GroupVariables
 
@@ -36,7 +37,7 @@ def make_narrow(
     exact.
     """
     op = relax.op
-    axis = pattern.accumulator_axis(match) if pattern.accumulator_axis is not None else None
+    axis = run_accumulator_axis(pattern, match)
     axis = -1 if axis is None else axis
     low, high = (relax.const(np.float32(limit)) for limit in accumulator.limits)
     size = relax.const(np.float32(2.0**accumulator.bits))

@@ -161,6 +161,31 @@ def test_axis__is_checked(axis, message):
         rq.prepare(MOD, None, backend=backend)
 
 
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        (lambda match: 7, "returned 7; allowed: an axis of the result, 0 to 3"),
+        (lambda match: -3, "returned -3; allowed: an axis of the result, 0 to 3"),
+        (lambda match: None, "returned None; allowed: the axis .* the 4 channels of the weight"),
+        (lambda match: 3, "returned 3, an axis of 6; allowed: the axis .* the 4 channels"),
+        (fail, "raised ZeroDiv"),
+    ],
+)
+def test_accumulator_axis__is_checked(axis, message):
+    backend = rq.get_backend_config("x86")
+    row = find_pattern(backend, "conv2d_bias")
+    mod = build_model(
+        lambda emit, x: emit(
+            "s", op.add(emit.conv("a", x), relax.const(np.ones((1, 4, 1, 1), "float32")))
+        ),
+        MAP,
+    )
+    with pytest.raises(
+        rq.ConfigError, match=f"pattern 'conv2d_bias': callback accumulator_axis {message}"
+    ):
+        run(backend.with_pattern(replace(row, accumulator_axis=axis)), mod)
+
+
 # --- rules of the allow-list --------------------------------------------------------------------
 
 
@@ -249,16 +274,18 @@ def test_extend__has_what_the_callbacks_of_a_row_take():
     [
         ({"accumulator_axis": None}, "the row lacks accumulator_axis"),
         ({"names": ("x", "w", "bias")}, "the row lacks 'data' of .*ACTIVATION and 'weight' of"),
+        ({"axes": (None, None, lambda match: 1)}, "operand 'bias' is a bias, which has no axis"),
     ],
 )
-def test_row_with_a_bias__lacks_what_its_scale_needs(changes, message):
+def test_row_with_a_bias__its_scale_is_that_of_the_sums(changes, message):
     """The bias has the scale of the sums, so these must be known."""
     options = {"names": ("data", "weight", "bias"), "accumulator_axis": lambda match: 1, **changes}
     parts = {name: wildcard() for name in options.pop("names")}
+    axes = options.pop("axes", (None, None, None))
     data, weight, bias = parts.values()
     root = is_op("relax.add")(is_op("relax.nn.conv2d")(data, weight), bias)
     roles = (Role.ACTIVATION, Role.WEIGHT, Role.BIAS)
-    operands = tuple(map(Operand, parts, roles))
+    operands = tuple(map(Operand, parts, roles, axes))
     with pytest.raises(rq.ConfigError, match=f"QuantOp 'mine': .*{message}"):
         QuantOp(
             "mine", "relax.nn.conv2d", Pattern(root, parts), operands, Kind.ANCHOR, Output.OWN,
