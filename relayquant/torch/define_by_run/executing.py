@@ -54,6 +54,12 @@ from relayquant.torch.define_by_run.recording import check_order
 from relayquant.torch.define_by_run.regions import Form, Input, Inside, Source
 from relayquant.torch.define_by_run.tape import ModelConstants, is_view
 
+#: what to do about inputs that calibration never saw
+ADVICE = (
+    "Call the prepared model with such inputs and convert it again; a size that differs between "
+    "calls of calibration may have any value afterwards"
+)
+
 
 class CompiledModule:
     """A compiled module that takes and returns PyTorch tensors without copies."""
@@ -482,14 +488,9 @@ class RunningCode(TorchFunctionMode):
         if self.region_pass is not None and self.region_pass.position:
             self.region_pass.compute_in_float()
         self.region_pass = None
-        forms = ", ".join(
-            f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            for tensor in tensors
-        )
         text = (
-            f"{place.site} is called with {forms}, or constants, that calibration never saw "
-            "there. Call the prepared model with such inputs and convert it again; a size that "
-            "differs between calls of calibration may have any value afterwards"
+            f"{place.site} is called with {describe_tensors(tensors)}, or constants, that "
+            f"calibration never saw there. {ADVICE}"
         )
         if self.unseen is Unseen.ERROR:
             raise ModelError(f"{text}. With unseen='float' it stays in PyTorch.", code="RQ208")
@@ -541,6 +542,13 @@ class Place:
         may differ.
         """
         return None if self.arguments is None else self.arguments.match(args, kwargs)
+
+
+def describe_tensors(tensors: Sequence[torch.Tensor]) -> str:
+    """Describe dtypes and shapes for messages, as "float32 (3, 8), int64 (3,)"."""
+    return ", ".join(
+        f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in tensors
+    )
 
 
 def has_floats(result: object) -> bool:

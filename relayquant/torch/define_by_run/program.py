@@ -15,7 +15,7 @@ import tvm
 from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
 
 from relayquant.config import Unseen
-from relayquant.errors import ConfigError, ModelError
+from relayquant.errors import ConfigError, DataError, ModelError, format_count
 from relayquant.flow.quantizer import quantize
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import Ledger, read_ledger
@@ -38,10 +38,12 @@ from relayquant.torch.define_by_run.call_sites import (
 )
 from relayquant.torch.define_by_run.deferred import ValuePool, compute_result
 from relayquant.torch.define_by_run.executing import (
+    ADVICE,
     CompiledModule,
     Place,
     RegionRunner,
     RunningCode,
+    describe_tensors,
 )
 from relayquant.torch.define_by_run.forwards import ModuleForward, replacing_forwards
 from relayquant.torch.define_by_run.interface import ModelInterface, check_integers, list_tensors
@@ -63,6 +65,7 @@ from relayquant.torch.define_by_run.tape import ModelConstants, Tape
 from relayquant.torch.define_by_run.tensor_file import TensorFile
 from relayquant.torch.exporting import check_state, export, load
 from relayquant.torch.state import Attributes, find_changed, list_attributes
+from relayquant_runtime.vm_errors import read_argument_error
 
 
 def run_model(
@@ -303,7 +306,7 @@ class QuantizedWhole(Uncopied):
 
     def __init__(self, mod: tvm.IRModule, form: CallForm) -> None:
         self.mod, self.executable, self._form = mod, compile(mod), form
-        self._module = CompiledModule(self.executable)
+        self._module, self._count = CompiledModule(self.executable), len(mod["main"].params)
         values = enumerate(self.ledger.inputs)
         self._integers = [(i, row.qparams) for i, row in values if row.qparams is not None]
 
@@ -322,12 +325,28 @@ class QuantizedWhole(Uncopied):
         model's outputs.
 
         Raises:
-            DataError: an integer input has another dtype.
+            DataError: an integer input has another dtype, or the number of tensors differs.
+            ModelError: an input has a size or a dtype that calibration never reached.
         """
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        if len(tensors) != self._count:
+            wanted = format_count(self._count, "tensor")
+            raise DataError(f"The model takes {wanted}, got {len(tensors)}.", code="RQ302")
         for i, qparams in self._integers:
             check_integers(tensors[i], qparams, f"Input {i} of the model")
-        return self._form.build_result(tuple(self._module.call(tensors)))
+        try:
+            results = self._module.call(tensors)
+        except (RuntimeError, TypeError, ValueError) as error:
+            fault = read_argument_error(error)
+            if fault is None:
+                raise
+            form = describe_tensors([tensors[fault.index]])
+            raise ModelError(
+                f"Input {fault.name!r} is {form}, which calibration never saw; allowed: "
+                f"({fault.type}). {ADVICE}.",
+                code="RQ208",
+            ) from error
+        return self._form.build_result(tuple(results))
 
 
 class QuantizedProgram(Uncopied):
@@ -462,7 +481,9 @@ class Evaluation:
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._modules, self._training, self._users = tuple(modules), [], 0
-        self._own = [each for each in modules if has_own_modes(each)]
+        parts = {part for module in modules for part in module.children()}
+        has_own = any(map(has_own_modes, modules))
+        self._roots = [each for each in modules if each not in parts] if has_own else []
         self._kept: set[torch.nn.Module] = set()
         self._changing = threading.Lock()
 
@@ -471,11 +492,11 @@ class Evaluation:
             training = [module for module in self._modules if module.training]
             self._training += [module for module in training if module not in self._kept]
             self._users += 1
-            for module in training:
+            for module in training if not self._roots else ():
                 module.training = False
-            for module in self._own:
+            for module in self._roots:
                 module.eval()
-            if self._own:
+            if self._roots:
                 self._kept = {module for module in self._modules if module.training}
 
     def __exit__(self, *_: object) -> None:

@@ -292,6 +292,29 @@ def test_threads__give_what_one_gives(noisy):
     assert not [part for part in model.modules() if "forward" in part.__dict__]
 
 
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ([torch.ones(3, 4)], ModelError, r"'x' is float32 \(3, 4\), which calibration never saw"),
+        ([torch.ones(2, 4).double()], ModelError, r"'x' is float64 \(2, 4\), which .*; allowed: "),
+        ([], rq.DataError, r"takes 1 tensor, got 0"),
+    ],
+)
+def test_one_integer_module__refuses_what_calibration_never_saw(inputs, error, message):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    converted = rq.torch.convert(rq.torch.prepare(Net(), (torch.ones(2, 4),), effort="fast"))
+    assert len(converted.modules) == 1
+    with pytest.raises(error, match=message):
+        converted(*inputs)
+
+
 def test_evaluation__until_the_last_one_leaves():
     module = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
     state = Evaluation(list(module.modules()))
@@ -324,3 +347,25 @@ def test_evaluation__is_what_the_class_says():
     with torch.no_grad():
         want = model.eval()(x)
     torch.testing.assert_close(prepared(x), want)
+
+
+def test_evaluation__a_parent_has_the_last_word():
+    """As `eval` of the whole model: what a parent says of its parts comes after their own."""
+
+    class Own(nn.Dropout):
+        def train(self, mode=True):
+            return super().train(mode)
+
+    class Parent(nn.Sequential):
+        def train(self, mode=True):
+            super().train(mode)
+            self[0].train(True)
+            return self
+
+    model = nn.Sequential(Parent(Own(), Own()), nn.Dropout())
+    want = [module.training for module in model.eval().modules()]
+    assert any(want)
+    model.train()
+    with Evaluation(list(model.modules())):
+        assert [module.training for module in model.modules()] == want
+    assert all(module.training for module in model.modules())
