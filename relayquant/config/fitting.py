@@ -121,10 +121,9 @@ class FitSettings:
         samples: Number of positions of an operator's input for H, over all batches. Per weight of
             one output, it is at least `ROWS_PER_COLUMN[0]` and at most `ROWS_PER_COLUMN[1]`.
         values: Number of input values that are computed in parallel order (`Order`), over all
-            operators and samples. At least 16 samples are used, of a model with more than 1.5e9
-            multiply-adds fewer, down to 4. From a larger data set, evenly spread samples are used.
-            More data has little effect: MobileNet's output has 23.9 dB with 16 samples and 24.0 dB
-            with 200.
+            operators and samples. At least 16 samples are used, evenly spread over a larger data
+            set. More data has little effect: MobileNet's output has 23.9 dB with 16 samples and
+            24.0 dB with 200, but 23.6 dB with 4.
         max_columns: Operators with more weights per output are fitted in blocks of this many
             columns, one block per thread at a time. Inputs of different blocks are treated as
             uncorrelated. H is columns x columns.

@@ -31,10 +31,10 @@ from tvm import relax
 from relayquant.base.qtypes import QParams, ValueInfo, choose_qparams
 from relayquant.base.runtime import LoadModule, as_shape, map_on_threads
 from relayquant.data import count_samples
+from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.rewrite import Graph
-from relayquant.ir.rewrite.graph import free_vars
+from relayquant.ir.rewrite.graph import free_vars, static_size, tensor_shape
 from relayquant.ir.rewrite.moves import MOVES
-from relayquant.stages.calibration.passes import count_fewest
 from relayquant.stages.calibration.subgraphs import split_graph
 from relayquant.stages.calibration.weights.ranges import RelativeMSE, RowState
 from relayquant.stages.prepared import CalibrationGraph
@@ -44,6 +44,10 @@ Float64Array = NDArray[np.float64]
 #: The candidates, in the order they are tried. The last one clips no value that calibration saw. No
 #: output may be much worse than with it.
 RELATIVE, MINMAX = CANDIDATES = ("RelativeMSE", "MinMax")
+
+#: Samples that ranges are judged on, at most and at least, and the multiply-adds of one run over
+#: them: a model that takes more is judged on fewer.
+MOST_JUDGED, LEAST_JUDGED, JUDGED_WORK = 16, 4, 2.5e10
 
 #: dB that an output may be worse than with MinMax on the judged samples, including one standard
 #: error
@@ -264,7 +268,7 @@ class OutputJudge:
         self.graph, self.load_module = graph, load_module
         self.split = split_graph(graph, (), results=True, prefix="whole")
         (self.subgraph,) = self.split.subgraphs
-        self.samples = count_fewest(graph)
+        self.samples = count_judged(graph)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -325,6 +329,15 @@ class OutputJudge:
 
         chosen = choose_candidates(sections, measure)
         return {key: (name, found[key, name]) for key, name in chosen.items()}
+
+
+def count_judged(graph: CalibrationGraph) -> int:
+    """Return the number of samples that the model's ranges are judged on."""
+    view = Graph(graph.mod)
+    sizes = [tensor_shape(view.vars[name]) or () for name in graph.inputs[:1]]
+    batch = max((static_size(dim) or 1 for dims in sizes for dim in dims[:1]), default=1)
+    each = sum(count_macs(binding.value) for binding in view.bindings) / batch
+    return int(min(max(JUDGED_WORK / max(each, 1), LEAST_JUDGED), MOST_JUDGED))
 
 
 def measure_noise(

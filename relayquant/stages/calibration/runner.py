@@ -55,9 +55,9 @@ from relayquant.stages.calibration.parameters import (
     resolve_observer,
 )
 from relayquant.stages.calibration.passes import (
+    FEWEST_SAMPLES,
     DataPass,
     choose_batches,
-    count_fewest,
     count_part,
     join_subgraphs,
     plan_passes,
@@ -255,10 +255,10 @@ class _Run:
             fit_points = [fit.point for fit in self.fits.values()]
             symbols = self.data.record.symbols[0] if self.data.record.symbols else {}
             values = self.settings.values
-            graph = self.prepared.graph
-            is_few = self.runs_real
-            fewest = self.settings.reconstruction.samples if is_few else count_fewest(graph)
-            count = count_part(graph, fit_points, self.data.inputs, symbols, values, fewest)
+            fewest = self.settings.reconstruction.samples if self.runs_real else FEWEST_SAMPLES
+            count = count_part(
+                self.prepared.graph, fit_points, self.data.inputs, symbols, values, fewest
+            )
         return choose_batches(self.data.count, count)
 
     def run_pass(self, data_pass: DataPass, chosen: Sequence[int]) -> None:

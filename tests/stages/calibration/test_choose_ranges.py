@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from drawing import count_examples
-from float_models import build_model, draw_batches
+from float_models import MAP, build_model, draw_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -18,9 +18,13 @@ import relayquant as rq
 from relayquant.ir.rewrite import Graph
 from relayquant.stages.calibration.observer_selection import (
     CANDIDATES,
+    JUDGED_WORK,
+    LEAST_JUDGED,
     MINMAX,
+    MOST_JUDGED,
     RELATIVE,
     TOLERANCE,
+    OutputJudge,
     Section,
     choose_candidates,
     compare_noise,
@@ -325,3 +329,15 @@ def test_prepared__observers_are_kept_in_its_file(tmp_path):
 def test_take_logarithms__of_zero_is_that_of_the_least_that_counts(dtype, least):
     (got,) = take_logarithms([np.array([0.0, 1.0], dtype)], [True])
     np.testing.assert_allclose(got, [np.log(least), 0.0], rtol=1e-3)
+
+
+@pytest.mark.parametrize("batch", [1, 8, "n"])
+def test_output_judge__fewer_samples_of_a_model_that_takes_long(batch):
+    def count(side: int) -> int:
+        mod = build_model(lambda e, x: e.conv("b", e.conv("a", x)), (batch, MAP[1], side, side))
+        return OutputJudge(rq.prepare(mod).graph, pytest.fail).samples
+
+    pixel = 2 * MAP[1] * MAP[1] * 3 * 3  # multiply-adds of two convolutions
+    assert count(12) == MOST_JUDGED
+    assert count(int((JUDGED_WORK / pixel / 7.5) ** 0.5)) == 7
+    assert count(int((JUDGED_WORK / pixel) ** 0.5)) == LEAST_JUDGED

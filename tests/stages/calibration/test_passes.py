@@ -11,13 +11,10 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.data import InputInfo
-from relayquant.stages.calibration import shard
+from relayquant.stages.calibration import observer_selection, shard
 from relayquant.stages.calibration.passes import (
     FEWEST_SAMPLES,
-    FEWEST_WORK,
-    LEAST_SAMPLES,
     choose_batches,
-    count_fewest,
     count_part,
     join_subgraphs,
     plan_passes,
@@ -84,17 +81,6 @@ def test_count_part__as_many_batches_as_hold_the_values(batch):
     assert count(100 * size * each + 1) == 101
 
 
-@pytest.mark.parametrize("batch", [1, 8, "n"])
-def test_count_fewest__fewer_samples_of_a_model_that_takes_long(batch):
-    def count(side: int) -> int:
-        return count_fewest(rq.prepare(small_model((batch, MAP[1], side, side))).graph)
-
-    pixel = 2 * MAP[1] * MAP[1] * 3 * 3  # multiply-adds of two convolutions
-    assert count(12) == FEWEST_SAMPLES
-    assert count(int((FEWEST_WORK / pixel / 7.5) ** 0.5)) == 7
-    assert count(int((FEWEST_WORK / pixel) ** 0.5)) == LEAST_SAMPLES
-
-
 def _bindings(prepared):
     return prepared.mod["main"].body.blocks[0].bindings
 
@@ -106,8 +92,11 @@ def test_choose_batches__are_evenly_spread():
 
 
 @pytest.mark.slow
-def test_parallel__weights_are_fitted_on_a_part_with_all_ranges_known():
-    """As calibrating that part alone with the ranges of the whole data."""
+def test_parallel__weights_are_fitted_on_a_part_with_all_ranges_known(monkeypatch):
+    """As calibrating that part alone with the ranges of the whole data, also of a model whose
+    ranges are judged on fewer samples.
+    """
+    monkeypatch.setattr(observer_selection, "JUDGED_WORK", 1)
     mod, fit = small_model(), rq.config.FitSettings(values=1)
     data = draw_batches(mod, 80)
     whole = rq.calibrate(rq.prepare(mod), data, order=rq.config.Order.PARALLEL, fit=fit)
