@@ -6,6 +6,7 @@ A user's mistake is one line on standard error and exit code 2. `--debug` shows 
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 import threading
@@ -13,10 +14,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.cli.parsers import parse_words
-from relayquant.errors import RelayQuantError
+from relayquant.errors import FileError, RelayQuantError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_line(f"warning: {message}")
 
     code = ExitCode.INTERNAL_ERROR
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed in the shell by >&-
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 (until the process ends)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # As on standard error: a name that the terminal's encoding lacks ends no command. In the
         # locale "C", Python prints the bytes of a name as they are.
@@ -92,12 +97,19 @@ def holding_interrupts() -> Iterator[None]:
 def fail(
     output: CommandOutput, code: ExitCode, error: BaseException, before: str = "", behind: str = ""
 ) -> ExitCode:
-    """Report why a command failed, for people and for machines."""
+    """Report why a command failed, for people and for machines. If these cannot be told, people are
+    told that, too.
+    """
     text = " ".join(str(error).split()) or "interrupted"
-    print_line(f"{before}{text}{behind}")
     kind = error.code if isinstance(error, RelayQuantError) else ""
     output.error = {"type": type(error).__name__, "code": kind, "message": text}
-    output.finish(code)
+    try:
+        output.finish(code)
+    except BrokenPipeError:
+        code = ExitCode.CUT_OFF
+    except FileError as unwritten:
+        behind += f" {unwritten}"
+    print_line(f"{before}{text}{behind}")
     return code
 
 

@@ -186,3 +186,53 @@ def test_output__of_a_full_disk(words: list[str]) -> None:
     expected = "relayquant: error: Cannot write standard output: No space left on device."
     assert done.stderr.startswith(expected), done.stderr
     assert (done.stderr.count("\n"), done.returncode) == (1, ExitCode.USER_ERROR)
+
+
+def run_in_shell(words: str) -> tuple[int, str]:
+    """The exit code of a command with redirections of a shell, and its standard error."""
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -m relayquant {words}', sys.executable],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.stdout == ""
+    return done.returncode, done.stderr
+
+
+def test_output__a_command_that_failed_on_a_full_disk():
+    """One line says both, and the exit code is that of the command."""
+    code, said = run_in_shell("nosuch --json >/dev/full")
+    assert (code, said.count("\n")) == (ExitCode.USER_ERROR, 1), said
+    assert said.startswith("relayquant: error: There is no command or file 'nosuch'.")
+    assert "Cannot write standard output: No space left on device." in said
+
+
+def test_output__a_command_that_failed_into_a_closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "relayquant", "nosuch", "--json"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr.count("\n")) == (ExitCode.CUT_OFF, 1), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "lines"),
+    [
+        ("--help >&-", ExitCode.OK, 0),
+        ("--version --json >&-", ExitCode.OK, 0),
+        ("nosuch --json >&-", ExitCode.USER_ERROR, 1),
+        ("nosuch 2>&-", ExitCode.USER_ERROR, 0),
+    ],
+)
+def test_output__a_closed_stream_takes_nothing(words: str, code: ExitCode, lines: int) -> None:
+    done, said = run_in_shell(words)
+    assert (done, said.count("\n")) == (code, lines), said
