@@ -24,7 +24,7 @@ from relayquant.base.qtypes import (
     choose_qparams,
     conform_scale,
 )
-from relayquant.errors import ConfigError
+from relayquant.errors import ConfigError, format_count
 from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.ledger import build_ledger, find_ledger, ledger_attrs
@@ -396,7 +396,8 @@ def sum_qparams(pattern: QuantOp, match: Match, data: QParams, weight: QParams) 
         found = "" if size is None else f", an axis of {size}"
         raise ConfigError(
             f"{describe_place(pattern, match.name, 'accumulator_axis')} returned {axis!r}{found}; "
-            f"allowed: the axis of the result that has the {channels} channels of the weight.",
+            f"allowed: the axis of the result that has the {format_count(channels, 'channel')} "
+            "of the weight.",
             code="RQ106",
         )
     return accumulator_qparams(data, weight, axis)

@@ -154,7 +154,7 @@ def lack_inputs(node: onnx.NodeProto) -> Refusal:
         f"it has {format_count(len(node.input), 'input')} and "
         f"{format_count(len(node.attribute), 'attribute')}; "
         "required: the scale and zero point of each operand, and those of the result",
-        f"Give those that {node.op_type} requires",
+        f"Give those of a {node.op_type}",
     )
 
 
