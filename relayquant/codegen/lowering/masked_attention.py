@@ -15,6 +15,7 @@ from tvm import relax
 from tvm.target import Target
 
 from relayquant.codegen.kernels.floating.masked_attention import (
+    LARGEST_FLOAT,
     MaskedAttention,
     choose_vectors,
     make_masked_attention,
@@ -103,7 +104,7 @@ def follow_scores(block: BlockView, product: relax.Var) -> Scores | None:
 
 
 def read_factor(name: str, second: relax.Expr, other: relax.Expr) -> float | None:
-    """Return the finite number by which an operator multiplies. None: it does something else.
+    """Return the float32 number by which an operator multiplies. None: it does something else.
 
     A division is the same only by a power of two.
     """
@@ -114,7 +115,7 @@ def read_factor(name: str, second: relax.Expr, other: relax.Expr) -> float | Non
     if name == "relax.multiply":
         return number
     is_exact = name == "relax.divide" and second.same_as(other) and np.frexp(number)[0] == 0.5
-    return 1 / number if is_exact else None
+    return 1 / number if is_exact and abs(1 / number) <= LARGEST_FLOAT else None
 
 
 def lower_attention(context: MaskedBlock, root: relax.Var) -> Lowered | Skip:

@@ -151,6 +151,35 @@ def test_masked_attention__a_mask_that_large_scores_may_overcome_hides_nothing(l
         np.testing.assert_array_equal(got, apart(CAUSAL, HOST, each))
 
 
+def place(shape: tuple[int, ...], *numbers: tuple[int, int, float]) -> np.ndarray:
+    """Zeros of a head, but for (row, column, number)."""
+    found = np.zeros((1, *shape), "float32")
+    for row, column, number in numbers:
+        found[0, row, column] = number
+    return found
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "low", "factor"),
+    [
+        (100.0, 100.0, -19000.0, None),  # -10,000 against 10,000 - 19,000
+        (100.0, 100.0, -190000.0, 10.0),
+        (1e-24, 1e16, -150.0, 1e10),  # the square of 1e-24 is 0
+        (1e-18, 1e-18, -500.0, 3e38),  # the product of the squares is 0
+    ],
+)
+def test_masked_attention__scores_next_to_the_bound_are_computed(row, keys, low, factor):
+    """One long row, a key against it that all rows see, and one along it that a mask may hide."""
+    spec = MaskedAttention((1,), 32, 96, 32, 32, factor, mask=(32, 96))
+    mask = np.full((32, 96), F32(-1e9))
+    mask[:, 0], mask[:, 90] = 0, low
+    x = place((32, 32), (5, 0, row))
+    operands = [x, place((96, 32), (0, 0, -keys), (90, 0, keys)), draw_operands(spec)[2], mask]
+    got = run_kernel(make_masked_attention(spec, HOST), *operands, new_result(spec))
+    np.testing.assert_array_equal(got, apart(spec, HOST, operands))
+    assert 2 * row * keys * (factor or 1) + low > 40, "the key that the mask may hide wins"
+
+
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(
@@ -168,5 +197,6 @@ def test_choose_vectors__of_sizes_that_the_kernel_takes():
     isa = FloatIsa(16, 28, caches=Caches(near_bytes=1 << 20))
     assert choose_vectors(ODD, isa) == 2
     assert choose_vectors(replace(ODD, rows=17), isa) == 1
-    for sizes in ({"rows": 15}, {"keys": 15}, {"inner": 15}, {"width": 15}, {"keys": 1 << 13}):
+    too_few = [{"batch": (2, 0)}, {"rows": 15}, {"keys": 15}, {"inner": 15}, {"width": 15}]
+    for sizes in (*too_few, {"keys": 1 << 13}):
         assert choose_vectors(replace(ODD, **sizes), isa) == 0

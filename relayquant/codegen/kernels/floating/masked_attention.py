@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
@@ -57,8 +58,11 @@ SQUARE = 8
 REACH, MASK_SHARE, LENGTH_SHARE = 128.0, 2.0**-18, 1.01
 #: Fewest tasks of a call, if there are so many blocks.
 LEAST_TASKS = 32
-#: Makes the square of finite values less than `REACH`, and keeps infinity and NaN.
+LARGEST_FLOAT = float(np.finfo("float32").max)
+#: Makes the length of finite values less than `REACH`, and keeps infinity and NaN.
 TINY = 1e-37
+#: More than what a sum of squares of float32 lacks because small ones are 0.
+LOST_SQUARES = 1e-30
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def choose_vectors(spec: MaskedAttention, isa: FloatIsa) -> int:
     vectors = min(ROWS // isa.lanes, isa.accumulators // FEWEST_KEYS, spec.rows // isa.lanes)
     is_large = min(spec.rows, spec.keys, spec.inner, spec.width) >= max(SQUARE, isa.lanes)
     size = spec.keys * vectors * isa.lanes * FLOAT_BYTES
-    return vectors if is_large and size <= isa.caches.near_bytes // 2 else 0
+    return vectors if spec.heads and is_large and size <= isa.caches.near_bytes // 2 else 0
 
 
 def make_masked_attention(
@@ -192,8 +196,8 @@ class MaskedRows:
             least = T.min(least, load_vector(each, 0, lanes))
         T.buffer_store(self.tops, fold_lanes(least, lanes, T.min), [part])
 
-    def emit_square(self, buffer: Buffer, start: Expr, count: int, width: int) -> Expr:
-        """Emit at least the sum of the squares of `count` rows."""
+    def emit_length(self, buffer: Buffer, start: Expr, count: int, width: int) -> Expr:
+        """Emit at least the length of `count` rows as one vector, the root of its squares' sum."""
         lanes = self.isa.lanes
         sums = alloc_vectors(4, lanes, "float32")
         for each in sums:
@@ -206,20 +210,22 @@ class MaskedRows:
         value = load_vector(sums[0], 0, lanes)
         for each in sums[1:]:
             value = value + load_vector(each, 0, lanes)
-        return T.bind(fold_lanes(value, lanes, lambda a, b: a + b))
+        total = fold_lanes(value, lanes, lambda a, b: a + b)
+        return T.bind(T.sqrt(total + T.float32(LOST_SQUARES)))
 
     def find_seen(self, lengths: list[Expr], part: Expr, row: Expr) -> list[Expr]:
         """Emit the first key that some row of a block may see, and the first one behind them.
 
-        `lengths`: sums of the squares of the head's keys and of its values.
+        `lengths`: of the head's keys and of its values.
         """
         spec, keys = self.spec, self.spec.keys
         if self.mask is None:
             return settle(0, keys)
-        square = self.emit_square(self.x, row * spec.inner, self.block, spec.inner) * lengths[0]
+        length = self.emit_length(self.x, row * spec.inner, self.block, spec.inner) * lengths[0]
         size = 2 * LENGTH_SHARE * abs(1.0 if spec.factor is None else spec.factor)
         top = T.bind(self.tops[part])
-        reach = T.sqrt(square) * T.float32(size) + T.float32(REACH)
+        limit = size if size <= LARGEST_FLOAT else float("inf")  # which hides nothing
+        reach = length * constant("float32", limit, 1) + T.float32(REACH)
         reach = reach + T.abs(top) * T.float32(MASK_SHARE)
         reach = reach + lengths[1] * T.float32(TINY)
         floor = T.bind(top - reach)
@@ -248,7 +254,7 @@ class MaskedRows:
         lengths: list[Expr] = []
         if self.mask is not None:
             lengths = [
-                self.emit_square(buffer, head * (spec.keys * width), spec.keys, width)
+                self.emit_length(buffer, head * (spec.keys * width), spec.keys, width)
                 for buffer, width in ((self.keys, spec.inner), (self.values, spec.width))
             ]
         with T.serial(T.floordiv(self.blocks - 1 - first, self.parts) + 1) as index:
