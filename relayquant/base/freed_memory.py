@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import threading
 import weakref
 from typing import Any
@@ -16,12 +17,19 @@ import numpy as np
 
 
 class FreedMemory:
-    """Memory that waits for the next array, at most `most` bytes. Any thread may call."""
+    """Memory that waits for the next array, at most `most` bytes. Any thread may call.
+
+    An array may die in the thread that holds the lock, when Python collects garbage. So `waiting`
+    is replaced and never changed: what is given meanwhile is at worst let go of.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.waiting: list[np.ndarray] = []  # the one freed last at the end
-        # An array may die in the thread that holds the lock, when Python collects garbage.
+        self.waiting: tuple[np.ndarray, ...] = ()  # the one freed last at the end
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Forget who holds the lock. After a fork this may be a thread that the child lacks."""
         self._lock = threading.RLock()
 
     def take(self, size: int) -> Any:
@@ -29,9 +37,10 @@ class FreedMemory:
         it, its memory waits here.
         """
         with self._lock:
-            sizes = [memory.nbytes for memory in self.waiting]
-            fitting = [each for each in sizes if size <= each < 2 * size]
-            memory = self.waiting.pop(sizes.index(min(fitting))) if fitting else None
+            waiting, self.waiting = self.waiting, ()
+            fitting = (each for each in waiting if size <= each.nbytes < 2 * size)
+            memory = min(fitting, key=lambda each: each.nbytes, default=None)
+            self.waiting = tuple(each for each in waiting if each is not memory)
         memory = np.empty(size, "uint8") if memory is None else memory
         buffer = (ctypes.c_char * memory.nbytes).from_buffer(memory)
         weakref.finalize(buffer, self._give, memory).atexit = False
@@ -40,16 +49,19 @@ class FreedMemory:
     def _give(self, memory: np.ndarray) -> None:
         """Keep the memory, and let go of what has waited longest."""
         with self._lock:
-            self.waiting.append(memory)
-            while sum(each.nbytes for each in self.waiting) > self.most:
-                self.waiting.pop(0)
+            waiting = (*self.waiting, memory)
+            while sum(each.nbytes for each in waiting) > self.most:
+                waiting = waiting[1:]
+            self.waiting = waiting
 
 
-#: bytes that wait in this process
-MOST_WAITING_BYTES = 1 << 28
+#: bytes that wait in this process, until it ends
+MOST_BYTES = 1 << 28
 
 
 @functools.cache
 def large_memory() -> FreedMemory:
     """Return the memory that waits in this process."""
-    return FreedMemory(MOST_WAITING_BYTES)
+    memory = FreedMemory(MOST_BYTES)
+    os.register_at_fork(after_in_child=memory.unlock)
+    return memory

@@ -1,6 +1,8 @@
 """Memory of large arrays waits for the next ones."""
 
 import gc
+import subprocess
+import sys
 
 import numpy as np
 
@@ -48,3 +50,44 @@ def test_empty_aligned__large_arrays_are_aligned_and_share_memory_one_after_the_
     assert first[-1] == 1
     del first
     assert find_address(empty_aligned(shape, "float32")) == place
+
+
+def test_take__memory_that_is_given_meanwhile_moves_no_other():
+    """Python may collect garbage within `take`, in the thread that holds the lock."""
+    memory, waiting = FreedMemory(5000), []
+
+    class Dying(np.ndarray):
+        @property
+        def nbytes(self):
+            if waiting:
+                memory._give(waiting.pop())
+            return super().nbytes
+
+    memory.waiting = (np.empty(1000, "uint8"), np.empty(3900, "uint8").view(Dying))
+    waiting.append(np.empty(900, "uint8"))
+    assert len(memory.take(3800)) == 3900
+    assert not waiting
+
+
+def test_take__in_a_child_of_a_process_whose_other_thread_holds_the_lock():
+    program = """
+import os, threading
+from relayquant.base.freed_memory import large_memory
+memory, held, done = large_memory(), threading.Event(), threading.Event()
+def hold():
+    with memory._lock:
+        held.set()
+        done.wait()
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if not child:
+    os._exit(len(memory.take(7)))
+done.set()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert run.stdout == "7\n"
