@@ -51,7 +51,7 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
     **dict.fromkeys(SORTS, SORTED),
     "relax.broadcast_to": WIDE_SUMS,
     "relax.collapse_sum_to": WIDE_SUMS,
-    "relax.floor_mod": WIDE_SUMS,
+    **dict.fromkeys(("relax.floor_divide", "relax.floor_mod"), WIDE_SUMS),
     "relax.image.grid_sample": WIDE_SUMS,
     "relax.index_put": WIDE_SUMS,
     "relax.mod": WIDE_SUMS,

@@ -54,7 +54,7 @@ def test_integers__by_a_constant(name, divisor):
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("divisor", [0.1, -0.1, 0.3, 1e-3, 3.0, 0.25, -2.0])
 def test_floats__are_divided_exactly(divisor, dtype):
     """1 // 0.1 is 9, as 0.1 is a little more than a tenth: exact fractions say so."""
