@@ -60,9 +60,7 @@ from relayquant.codegen.kernels.integer.tiled_results import (
     KeptBlock,
     Storing,
     SumBlock,
-    emit_last_stores,
-    emit_results,
-    emit_stores,
+    SumStores,
 )
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Wrapping, emit_wrapping
 from relayquant.codegen.kernels.isa.matrix_unit import Tiles
@@ -125,7 +123,7 @@ def emit_tiled(
         sums = alloc_workspace(
             plan.tile.rows * plan.tile_rows * plan.panel_channels, plan.isa.sum_dtype
         )
-        kept = KeptBlock.allocate(plan)
+        stores, kept = SumStores(plan, operands, place, sums, storing), KeptBlock.allocate(plan)
         with T.serial(end - first) as number:
             indices = split_index(first + number, tuple(sizes.values()))
             index = dict(zip(sizes, indices, strict=True))
@@ -147,7 +145,7 @@ def emit_tiled(
 
                 emit_if(may_use, multiply)
                 if plan.overlaps_stores:
-                    emit_stores(plan, operands, place, kept, sums, storing, step.number, is_due)
+                    stores.emit_after(step.number, kept, is_due)
             emit_if(
                 may_use,
                 lambda: emit_end(plan, tiles[0], block, sums),
@@ -156,10 +154,10 @@ def emit_tiled(
             if plan.overlaps_stores:
                 kept.keep(block)
             else:
-                emit_results(plan, operands, place, block, sums, storing)
+                stores.emit_now(block)
         emit_if(may_use, lambda: tiles[0].release())
         if plan.overlaps_stores:
-            emit_last_stores(plan, operands, place, kept, sums, storing)
+            stores.emit_last(kept)
 
 
 def is_cached(plan: TiledPlan) -> bool:

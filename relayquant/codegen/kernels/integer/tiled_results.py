@@ -114,73 +114,49 @@ class KeptBlock:
         return SumTile(rows, m * rows, (image, line, start), channels, constants)
 
 
-def emit_stores(
-    plan: TiledPlan,
-    operands: Operands,
-    place: Placement,
-    kept: KeptBlock,
-    sums: Buffer,
-    storing: Storing,
-    step: Expr,
-    is_due: Expr,
-) -> None:
-    """Emit what is stored of a block after step number `step` of the next, if any `is_due`."""
-    parts = storing.count_parts(plan)
-    total = plan.tile.rows * parts
-    share = ceil_div(total, plan.steps)
-    first = step * share
-    left = total - first if total == share * plan.steps else T.max(total - first, 0)
-    count = T.if_then_else(is_due, T.min(left, share), 0)
-    emit_parts(plan, operands, place, kept, sums, storing, first, count)
+@dataclass(frozen=True)
+class SumStores:
+    """The stores of `sums`, which hold one block after the other."""
 
+    plan: TiledPlan
+    operands: Operands
+    place: Placement
+    sums: Buffer
+    storing: Storing
 
-def emit_last_stores(
-    plan: TiledPlan,
-    operands: Operands,
-    place: Placement,
-    kept: KeptBlock,
-    sums: Buffer,
-    storing: Storing,
-) -> None:
-    """Emit the stores of the last block of a part."""
-    count = plan.tile.rows * storing.count_parts(plan)
-    with T.If(kept.has_sums), T.Then():
-        emit_parts(plan, operands, place, kept, sums, storing, 0, count)
+    def emit_now(self, block: SumBlock) -> None:
+        """Emit the stores of all sums of a block."""
+        plan, count = self.plan, self.storing.count_rows(self.plan)
+        for m, line in enumerate(block.lines):
+            tile = SumTile(
+                block.rows, m * plan.tile_rows, line, block.panel.channels, block.panel.constants
+            )
+            with T.serial(T.floordiv(block.rows + (count - 1), count)) as part:
+                self.emit_part(tile, part)
 
+    def emit_after(self, step: Expr, kept: KeptBlock, is_due: Expr) -> None:
+        """Emit what is stored of a block after step number `step` of the next, if any `is_due`."""
+        total = self.plan.tile.rows * self.storing.count_parts(self.plan)
+        share = ceil_div(total, self.plan.steps)
+        first = step * share
+        left = total - first if total == share * self.plan.steps else T.max(total - first, 0)
+        self.emit_parts(kept, first, T.if_then_else(is_due, T.min(left, share), 0))
 
-def emit_parts(
-    plan: TiledPlan,
-    operands: Operands,
-    place: Placement,
-    kept: KeptBlock,
-    sums: Buffer,
-    storing: Storing,
-    first: Expr | int,
-    count: Expr | int,
-) -> None:
-    """Emit the stores of so many parts of the kept block, from the first on."""
-    parts = storing.count_parts(plan)
-    with T.serial(count) as i:
-        m, part = split_index(first + i, (plan.tile.rows, parts))
-        storing.emit(plan, operands, place, kept.read(m), sums, part)
+    def emit_last(self, kept: KeptBlock) -> None:
+        """Emit the stores of the last block of a part, if there is one."""
+        with T.If(kept.has_sums), T.Then():
+            self.emit_parts(kept, 0, self.plan.tile.rows * self.storing.count_parts(self.plan))
 
+    def emit_parts(self, kept: KeptBlock, first: Expr | int, count: Expr | int) -> None:
+        """Emit the stores of so many parts of the kept block, from the first on."""
+        parts = self.storing.count_parts(self.plan)
+        with T.serial(count) as i:
+            m, part = split_index(first + i, (self.plan.tile.rows, parts))
+            self.emit_part(kept.read(m), part)
 
-def emit_results(
-    plan: TiledPlan,
-    operands: Operands,
-    place: Placement,
-    block: SumBlock,
-    sums: Buffer,
-    storing: Storing,
-) -> None:
-    """Store the sums of a block."""
-    for m, line in enumerate(block.lines):
-        tile = SumTile(
-            block.rows, m * plan.tile_rows, line, block.panel.channels, block.panel.constants
-        )
-        count = storing.count_rows(plan)
-        with T.serial(T.floordiv(block.rows + (count - 1), count)) as part:
-            storing.emit(plan, operands, place, tile, sums, part)
+    def emit_part(self, tile: SumTile, part: Expr) -> None:
+        """Emit the stores of one part of a tile."""
+        self.storing.emit(self.plan, self.operands, self.place, tile, self.sums, part)
 
 
 def count_stored_rows(plan: TiledPlan) -> int:

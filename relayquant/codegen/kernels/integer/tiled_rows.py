@@ -31,7 +31,7 @@ from relayquant.codegen.kernels.integer.tiled import (
     emit_products,
 )
 from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan, TileRows
-from relayquant.codegen.kernels.integer.tiled_results import INTEGERS, SumBlock, emit_results
+from relayquant.codegen.kernels.integer.tiled_results import INTEGERS, SumBlock, SumStores
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.isa.matrix_unit import Tiles
 from relayquant.codegen.kernels.unit_permission import emit_if
@@ -118,7 +118,7 @@ def emit_chunk(
             ahead = number if plan.weight_bytes > CACHED_WEIGHT_BYTES else None
             image = Image(operands.data, 1, 1)
             emit_products(plan, image, operands, registers, block, sums, ahead, PREFETCH_SHARING)
-            emit_results(plan, operands, PLACE, block, sums, INTEGERS)
+            SumStores(plan, operands, PLACE, sums, INTEGERS).emit_now(block)
 
         if side == 1:
             emit_rows([number])
