@@ -175,7 +175,7 @@ def test_example__says_what_is_wrong(program, tmp_path):
         ([cut], f"{cut}/model.so was cut off: it has {len(data) // 2} of {len(data)} bytes"),
         ([cut, "--steps", "many"], "--steps takes a number, not 'many'"),
         ([cut, "--threads"], "--threads takes a number, not ''"),
-        ([cut, *["x.bin"] * 2], "The model takes 1 inputs; 2 files were given. Usage: run"),
+        ([cut, *["x.bin"] * 2], "Inputs of the model: 1; files given: 2. Usage: run"),
         ([tmp_path / "none"], f"Cannot read {tmp_path / 'none'}/bundle.json"),
         ([tmp_path / "deploy", tmp_path / "none"], f"Cannot read {tmp_path / 'none'}"),
         (

@@ -103,8 +103,8 @@ int run(const std::vector<std::string>& words) {
   const std::string name = bundle["entry"].cast<String>();
   const auto rows = functions[String(name)].cast<json::Object>()["inputs"].cast<json::Array>();
   if (places.size() - 1 > rows.size()) {
-    throw std::runtime_error("The model takes " + std::to_string(rows.size()) + " inputs; " +
-                             std::to_string(places.size() - 1) + " files were given. " + usage);
+    throw std::runtime_error("Inputs of the model: " + std::to_string(rows.size()) + "; files given: " +
+                             std::to_string(places.size() - 1) + ". " + usage);
   }
   std::vector<Any> inputs;
   for (const Any& row : rows) {

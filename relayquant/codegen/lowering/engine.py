@@ -2,8 +2,8 @@
 
     v1 = op(x); v2 = op'(v1, y)    ->    v2 = call_tir(kernel, x, constants, y)
 
-Each family of kernels (`integer`, `row_norms`, `grouped`, `floating`) is a list of rules. A rule
-reads values of a `BlockView` and returns `Lowered`, or the reason why it declines.
+Each module `lower_*` of a family of kernels has a list of rules. A rule reads values of a
+`BlockView` and returns `Lowered`, or the reason why it declines.
 `lower_functions` does the rest: it tries the rules at every value, builds each kernel once and
 rewrites the blocks.
 """

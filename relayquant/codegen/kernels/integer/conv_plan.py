@@ -21,8 +21,8 @@ from relayquant.codegen.kernels.isa.base import Isa
 #: then keeps much more on the stack.
 STACK_COST, UNROLLED_STACK_COST = 0.4, 3.0
 UNROLLED_WORDS = 8
-#: Instructions that convert, pack and store a result: 12 for a vector of 16, in 3 cycles, which is
-#: the least that tiles take (`tiled_plan.STORE_CYCLES`).
+#: Instructions that convert, pack and store a result: 12 for a vector of 16 results. The least of
+#: `tiled_plan.STORE_CYCLES` are as many, as a cycle counts as four instructions (`PER_CYCLE`).
 RESULT_INSTRUCTIONS = 0.75
 #: Words of a loop that LLVM unrolls after which the next pixel may read the same word again.
 NEAR_WORDS = 2
