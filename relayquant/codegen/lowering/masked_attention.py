@@ -19,6 +19,7 @@ from relayquant.codegen.kernels.floating.masked_attention import (
     MaskedAttention,
     choose_vectors,
     make_masked_attention,
+    saves_time,
 )
 from relayquant.codegen.kernels.floating.tile import FLOAT_BYTES, FloatIsa, choose_float_isa
 from relayquant.codegen.kernels.permutation import Permutation, make_moved_rows
@@ -145,6 +146,8 @@ def lower_attention(context: MaskedBlock, root: relax.Var) -> Lowered | Skip:
         spec = replace(spec, mask=tuple(extents))
     if not choose_vectors(spec, context.isa):
         return decline("too few rows, keys or numbers of a head, or too many keys")
+    if not saves_time(spec, context.isa):
+        return decline("separate kernels are as fast")
     found = read_keys(block, columns)
     if isinstance(found, Skip):
         return found

@@ -16,6 +16,7 @@ from relayquant.codegen.kernels.floating.masked_attention import (
     MaskedRows,
     choose_vectors,
     make_masked_attention,
+    saves_time,
 )
 from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.codegen.kernels.floating.tile import FloatIsa
@@ -200,3 +201,20 @@ def test_choose_vectors__of_sizes_that_the_kernel_takes():
     too_few = [{"batch": (2, 0)}, {"rows": 15}, {"keys": 15}, {"inner": 15}, {"width": 15}]
     for sizes in (*too_few, {"keys": 1 << 13}):
         assert choose_vectors(replace(ODD, **sizes), isa) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "mask", "expected"),
+    [
+        (384, None, True),
+        (128, None, False),  # 12 heads of scores fit 1 MB
+        (128, (128, 128), True),
+        (64, (64, 64), False),  # two blocks
+        (129, (129, 129), False),  # computes 160 rows
+        (577, None, True),
+    ],
+)
+def test_saves_time__of_many_whole_blocks(rows, mask, expected):
+    isa = FloatIsa(16, 28, caches=Caches(near_bytes=1 << 20))
+    spec = MaskedAttention((12,), rows, rows, 64, 64, 0.125, mask)
+    assert saves_time(spec, isa) is expected

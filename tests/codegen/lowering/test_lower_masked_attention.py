@@ -16,7 +16,9 @@ from relayquant.codegen.lowering.masked_attention import lower_masked_attention
 TARGET = resolve_target()
 op = relax.op
 #: Operands of the module: x, keys, values of two heads, and a mask.
-SHAPES = ((1, 2, 40, 16), (1, 2, 48, 16), (1, 2, 48, 32), (40, 48))
+SHAPES = ((1, 2, 96, 16), (1, 2, 48, 16), (1, 2, 48, 32), (96, 48))
+#: The same with scores that fit no near cache.
+LARGE = ((1, 200, 96, 16), (1, 200, 48, 16), (1, 200, 48, 32), (96, 48))
 
 
 def attend(emit_scores, mask=op.add, softmax=op.nn.softmax):
@@ -62,10 +64,11 @@ def run(mod: tvm.IRModule, *arrays: np.ndarray) -> np.ndarray:
     ],
 )
 def test_lower_masked_attention__one_kernel_with_the_same_bits(emit, factor, mask, monkeypatch):
-    mod = make_module(emit, *SHAPES)
+    shapes = SHAPES if mask else LARGE
+    mod = make_module(emit, *shapes)
     assert list_operators(lower_masked_attention(mod, TARGET)) == ["masked_attention"]
     rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal(shape, "float32") for shape in SHAPES]
+    arrays = [rng.standard_normal(shape, "float32") for shape in shapes]
     arrays[3][:, 30:] = -1e9
     got = run(mod, *arrays)
     monkeypatch.setattr(passes, "lower_masked_attention", lambda mod, _: mod)
@@ -84,7 +87,7 @@ def test_lower_masked_attention__keys_in_another_order_are_transposed_first():
         score = bb.emit(op.matmul(x, columns))
         return bb.emit(op.matmul(bb.emit(op.nn.softmax(score, -1)), values))
 
-    shapes = (1, 4, 40, 16), (1, 48, 4, 16), (1, 4, 48, 16)
+    shapes = (1, 200, 96, 16), (1, 48, 200, 16), (1, 200, 48, 16)
     mod = make_module(emit, *shapes)
     lowered = lower_masked_attention(mod, TARGET)
     assert list_operators(lowered) == ["moved_rows", "masked_attention"]
@@ -127,7 +130,8 @@ REFUSED = {
         SHAPES,
     ),
     "another function": (attend(plain, mask=op.maximum), SHAPES),
-    "a mask of one key": (attend(plain), (*SHAPES[:3], (40, 1))),
+    "a mask of one key": (attend(plain), (*SHAPES[:3], (96, 1))),
+    "scores that fit a cache": (attend(plain, mask=None), SHAPES),
     "few rows": (attend(plain), ((1, 2, 1, 16), *SHAPES[1:3], (1, 48))),
     "rows of any number": (attend(plain), ((1, 2, N, 16), *SHAPES[1:3], (1, 48))),
 }

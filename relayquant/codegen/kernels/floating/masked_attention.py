@@ -51,6 +51,9 @@ from relayquant.codegen.kernels.permutation import transpose_vectors
 
 #: Most rows of a block, and fewest keys of a tile.
 ROWS, FEWEST_KEYS = 32, 6
+#: Most rows that are computed for each row of the result, and fewest blocks of rows that a mask is
+#: worth looking at for.
+MOST_COMPUTED, FEWEST_BLOCKS = 1.1, 3
 #: Rows and columns that registers transpose.
 SQUARE = 8
 #: Scores this much lower than the largest one have the power 0, with room for their roundings:
@@ -70,8 +73,8 @@ class MaskedAttention:
     """Attention of x (*batch, rows, inner) to keys and values (*batch, keys, width).
 
     Attributes:
-        factor: Of the scores, None for 1.
-        mask: Shape of the mask, whose extents are those of the scores or 1. None: there is none.
+        factor: Number that multiplies the scores, None for 1.
+        mask: Shape of the mask, None if there is none. It broadcasts to (*batch, rows, keys).
     """
 
     batch: tuple[int, ...]
@@ -93,6 +96,20 @@ def choose_vectors(spec: MaskedAttention, isa: FloatIsa) -> int:
     is_large = min(spec.rows, spec.keys, spec.inner, spec.width) >= max(SQUARE, isa.lanes)
     size = spec.keys * vectors * isa.lanes * FLOAT_BYTES
     return vectors if spec.heads and is_large and size <= isa.caches.near_bytes // 2 else 0
+
+
+def saves_time(spec: MaskedAttention, isa: FloatIsa) -> bool:
+    """Whether the kernel takes less time than a kernel for each operator.
+
+    It computes whole blocks of rows. With a mask it leaves out keys, if there are some blocks.
+    Without one it saves only what scores take that do not fit a near cache.
+    """
+    block = choose_vectors(spec, isa) * isa.lanes
+    blocks = ceil_div(spec.rows, block)
+    if blocks * block > MOST_COMPUTED * spec.rows:
+        return False
+    scores = spec.heads * spec.rows * spec.keys * FLOAT_BYTES
+    return blocks >= FEWEST_BLOCKS if spec.mask is not None else scores > isa.caches.near_bytes
 
 
 def make_masked_attention(
