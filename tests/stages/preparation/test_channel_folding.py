@@ -272,20 +272,12 @@ def test_bias__second_one_shape_merged(check_prepared):
     check_prepared(before, expected)
 
 
-def test_bias_over_space__stays(check_prepared):
-    bias = const(draw(1, 4, 6, 6))
-
-    @as_main
-    def before(x: R.Tensor((1, 3, 8, 8), "float32")):
-        c = R.nn.conv2d(x, W)
-        return R.add(c, bias)
-
-    check_prepared(before, before)
-
-
-def test_bias_that_broadcasts_the_conv__stays(check_prepared):
-    weight, bias = const(draw(1, 3, 3, 3)), const(draw(1, 4, 1, 1))
-
+@pytest.mark.parametrize(
+    ("weight", "bias"),
+    [(W, const(draw(1, 4, 6, 6))), (const(draw(1, 3, 3, 3)), const(draw(1, 4, 1, 1)))],
+    ids=["over space", "that broadcasts the convolution"],
+)
+def test_bias__stays(weight, bias, check_prepared):
     @as_main
     def before(x: R.Tensor((1, 3, 8, 8), "float32")):
         c = R.nn.conv2d(x, weight)
