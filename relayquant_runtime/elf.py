@@ -5,7 +5,7 @@ from __future__ import annotations
 #: Machine numbers of ELF files (elf.h), bytes 18 and 19.
 MACHINES = {3: "i386", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
 MAGIC = b"\x7fELF"
-#: Bytes that say it.
+#: Bytes at the beginning of a file that the functions below read.
 HEAD = 64
 #: Class of a file, byte 4 -> where its head says where the table of sections begins, how long an
 #: entry is, and how many there are: place and bytes of a number.

@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)", code="RQ102")
 
     def print_help(self, file: object = None) -> None:
-        """Print it on standard output. argparse itself says nothing of a disk that is full."""
+        """Print the help on standard output. On a full disk argparse itself would not fail."""
         with printing():
             sys.stdout.write(self.format_help())
 

@@ -13,8 +13,8 @@ class Effort(enum.Enum):
     #: default
     BALANCED = "balanced"
     #: BALANCED with a search of weight scales and ranges that see the rounding of values before
-    #: them; `quantize` keeps the result of BALANCED unless that of BEST is clearly nearer to the
-    #: float model on samples
+    #: them. `quantize` also makes the BALANCED model, and returns it if the BEST model is not
+    #: clearly nearer to the float model on some samples
     BEST = "best"
 
 

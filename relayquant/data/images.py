@@ -275,10 +275,10 @@ def open_images(
 
 
 def split_label(line: str) -> tuple[str, str]:
-    """Split a line of labels into the name of a picture, "" if it has none, and the class, "" if
-    the line is empty.
+    """Split a line of labels: "NAME CLASS" -> (name, class), "CLASS" -> ("", class).
 
-    A name may hold blanks and commas. Both may be in double quotes, as in CSV.
+    An empty line has neither. A name may hold blanks and commas, and both may be in double
+    quotes, as in CSV.
     """
     *before, label = line.replace(",", " ").rsplit(maxsplit=1) or [""]
     name = ""

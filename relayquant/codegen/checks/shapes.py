@@ -77,9 +77,8 @@ def list_places(place: Place, body: relax.SeqExpr) -> Iterator[tuple[Place, Any]
 
 
 def name_choices(place: Place, body: relax.SeqExpr) -> dict[relax.Var, Place]:
-    """Return the place of each If in a sequence: that of its branches, up to which one is taken.
-
-    Several Ifs may have one name. Passes keep the names, and the order of these Ifs.
+    """Return the place of each If in a sequence: the place of the sequence, the name of the If, and
+    how many Ifs before it have this name. Passes keep the names, and the order of such Ifs.
     """
     count: Counter[str] = Counter()
     found = {}
@@ -92,7 +91,9 @@ def name_choices(place: Place, body: relax.SeqExpr) -> dict[relax.Var, Place]:
 
 
 def list_input_sizes(func: relax.Function) -> list[tirx.Var]:
-    """List the symbolic sizes of a function's tensors. Those of its shapes may be any numbers."""
+    """List the symbolic sizes of a function's tensors, which are at least 0. Parameters that are
+    shapes may hold any numbers.
+    """
     tensors = [param.ty for param in func.params if isinstance(param.ty, relax.TensorType)]
     return [size for ty in tensors for size in list_sizes(ty)]
 

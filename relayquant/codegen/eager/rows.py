@@ -48,7 +48,7 @@ def make_norm(spec: RowNorm, isa: FloatIsa, name: str) -> PrimFunc:
 
 @dataclass(frozen=True)
 class Prelu:
-    """Rows of `width` float32 values, each with a slope of its own."""
+    """PReLU of rows of `width` float32 values. Each column has its own slope."""
 
     width: int
 

@@ -1,1 +1,1 @@
-"""Operators without a kernel -> loop nests of our own, where those of TVM are wrong or slow."""
+"""Operators without a kernel -> loop nests, where the loop nests of TVM are wrong or slow."""

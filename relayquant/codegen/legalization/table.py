@@ -58,8 +58,8 @@ def legalize_cosh(builder: relax.BlockBuilder, call: Call) -> Any:
 
 
 def legalize_astype(builder: relax.BlockBuilder, call: Call) -> Any:
-    """Legalize a cast to bfloat16 that keeps NaN. TVM rounds the bits of any NaN as those of a
-    number, which gives 0 or infinity for some.
+    """Legalize a cast to bfloat16 that keeps NaN. TVM rounds the bits of a NaN as if they were a
+    number, so that some become 0 or infinity.
     """
     given = tensor_dtype(call.args[0])
     if tensor_dtype(call) != "bfloat16" or given not in ("float16", "float32", "float64"):
