@@ -22,6 +22,8 @@ from tvm.tirx import PrimFunc
 from relayquant.base.packing import count_groups, middle_code, pack_codes
 from relayquant.codegen.kernels.floating.row_norm import RowNorm, make_row_norm
 from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
+from relayquant.codegen.kernels.grouped.plan import GroupedDense, pack_grouped
+from relayquant.codegen.kernels.grouped.product import build_grouped_dense
 from relayquant.codegen.kernels.integer.conv import (
     build_conv2d,
     build_dense,
@@ -50,8 +52,6 @@ from relayquant.codegen.kernels.integer.elementwise import (
     build_requantize,
 )
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
-from relayquant.codegen.kernels.integer.grouped import build_grouped_dense
-from relayquant.codegen.kernels.integer.grouped_plan import GroupedDense, pack_grouped
 from relayquant.codegen.kernels.integer.lookup import TBL, Lookup, build_lookup
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_matmul
 from relayquant.codegen.kernels.integer.pool import (

@@ -17,6 +17,10 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from relayquant.analysis.peak import build_peak, choose_peak_isa, count_sums
+from relayquant.codegen.kernels.attention.masked import (
+    MaskedAttention,
+    make_masked_attention,
+)
 from relayquant.codegen.kernels.floating.bf16 import make_bf16_conv2d, read_bf16_conv2d
 from relayquant.codegen.kernels.floating.conv import make_conv2d
 from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d
@@ -25,18 +29,14 @@ from relayquant.codegen.kernels.floating.gathered import (
     GatheredProduct,
     make_product,
 )
-from relayquant.codegen.kernels.floating.masked_attention import (
-    MaskedAttention,
-    make_masked_attention,
-)
 from relayquant.codegen.kernels.floating.row_norm import RowNorm, make_row_norm
 from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, choose_float_isa
 from relayquant.codegen.kernels.floating.winograd import make_winograd
+from relayquant.codegen.kernels.grouped.plan import GroupedDense
+from relayquant.codegen.kernels.grouped.product import build_grouped_dense
 from relayquant.codegen.kernels.integer.conv import build_conv2d
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual
-from relayquant.codegen.kernels.integer.grouped import build_grouped_dense
-from relayquant.codegen.kernels.integer.grouped_plan import GroupedDense
 from relayquant.codegen.kernels.integer.pool import MaxPool2d, PoolWindow, build_max_pool2d
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
 from relayquant.codegen.kernels.integer.winograd import build_winograd

@@ -9,5 +9,7 @@ package's default arithmetic bit for bit, whatever the instruction set.
     integer/    convolutions, products, elementwise operators, lookup tables, pools; their
         requantization
     floating/   the same for float32
+    grouped/    products with weights of few bits that stay packed in memory
+    attention/  attention to keys in a cache or to all keys at once
     emit        building blocks of every kernel: header, vectors, loops
 """

@@ -14,15 +14,15 @@ import tvm
 from tvm import relax
 from tvm.target import Target
 
-from relayquant.codegen.kernels.floating.attention import Attention, make_attention
-from relayquant.codegen.kernels.floating.attention_bf16 import make_attention_bf16, takes_tiles
-from relayquant.codegen.kernels.floating.attention_blocks import make_attention_blocks
-from relayquant.codegen.kernels.floating.new_rows import (
+from relayquant.codegen.kernels.attention.bf16 import make_attention_bf16, takes_tiles
+from relayquant.codegen.kernels.attention.blocks import make_attention_blocks
+from relayquant.codegen.kernels.attention.new_rows import (
     Rotate,
     UpdateCache,
     make_rotate,
     make_update_cache,
 )
+from relayquant.codegen.kernels.attention.one_row import Attention, make_attention
 from relayquant.codegen.kernels.floating.tile import FloatIsa, choose_float_isa
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
 from relayquant.codegen.kernels.isa.select import select_fast_bf16

@@ -16,18 +16,18 @@ from tvm import relax
 from tvm.ir import Call
 from tvm.target import Target
 
-from relayquant.codegen.kernels.floating.grouped_bf16 import GroupedBf16, make_grouped_bf16
-from relayquant.codegen.kernels.integer.grouped import (
-    FEWEST_TILE_ROWS,
-    GroupedTake,
-    build_grouped_dense,
-    build_grouped_take,
-)
-from relayquant.codegen.kernels.integer.grouped_plan import (
+from relayquant.codegen.kernels.grouped.bf16 import GroupedBf16, make_grouped_bf16
+from relayquant.codegen.kernels.grouped.plan import (
     LARGEST_SUM,
     GroupedDense,
     pack_grouped,
     plan_grouped,
+)
+from relayquant.codegen.kernels.grouped.product import (
+    FEWEST_TILE_ROWS,
+    GroupedTake,
+    build_grouped_dense,
+    build_grouped_take,
 )
 from relayquant.codegen.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
 from relayquant.codegen.kernels.isa.base import Isa

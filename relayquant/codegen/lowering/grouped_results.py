@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from tvm import relax
 
-from relayquant.codegen.kernels.integer.grouped_plan import GroupedDense
+from relayquant.codegen.kernels.grouped.plan import GroupedDense
 from relayquant.codegen.lowering.engine import BlockView
 from relayquant.codegen.lowering.joined_slices import read_cut, skip_reshapes
 from relayquant.ir.float_precision import BF16_ROWS_ATTR

@@ -14,7 +14,7 @@ import tvm
 from tvm import relax
 from tvm.target import Target
 
-from relayquant.codegen.kernels.floating.masked_attention import (
+from relayquant.codegen.kernels.attention.masked import (
     LARGEST_FLOAT,
     MaskedAttention,
     choose_vectors,

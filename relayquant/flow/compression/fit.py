@@ -32,7 +32,7 @@ from relayquant.base.runtime import (
     view_tensor,
 )
 from relayquant.codegen.eager.kernel_cache import KernelKey, host_kernels
-from relayquant.codegen.kernels.floating.group_fit import (
+from relayquant.codegen.kernels.grouped.fit import (
     STRIP,
     GroupFitSpec,
     make_group_improvement,

@@ -12,11 +12,11 @@ from machines import target_of
 from test_attention_kernels import draw, make_spec
 from test_bf16 import ISAS, find_target
 
-from relayquant.codegen.kernels.floating.attention_bf16 import (
+from relayquant.codegen.kernels.attention.bf16 import (
     make_attention_bf16,
     takes_tiles,
 )
-from relayquant.codegen.kernels.floating.attention_blocks import make_attention_blocks
+from relayquant.codegen.kernels.attention.blocks import make_attention_blocks
 from relayquant.codegen.kernels.floating.tile import choose_float_isa
 from relayquant.codegen.kernels.isa.select import select_fast_bf16
 from relayquant.codegen.kernels.isa.target import resolve_target

@@ -11,8 +11,8 @@ from exact import call_kernel
 from machines import best_isa, every_isa, runnable_target
 from tvm.target import Target
 
-from relayquant.codegen.kernels.floating.attention import Attention, make_attention
-from relayquant.codegen.kernels.floating.attention_blocks import make_attention_blocks
+from relayquant.codegen.kernels.attention.blocks import make_attention_blocks
+from relayquant.codegen.kernels.attention.one_row import Attention, make_attention
 from relayquant.codegen.kernels.floating.tile import choose_float_isa
 from relayquant.ir.reference.qnn import cached_attention, quantize_rows
 

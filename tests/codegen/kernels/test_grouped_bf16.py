@@ -11,12 +11,12 @@ from machines import compile_kernel, target_of
 from memory_tiles import Refusal
 
 from relayquant.base.packing import count_groups, pack_codes
-from relayquant.codegen.kernels.floating.grouped_bf16 import (
+from relayquant.codegen.kernels.grouped.bf16 import (
     CHUNK_ROWS,
     GroupedBf16,
     make_grouped_bf16,
 )
-from relayquant.codegen.kernels.integer.grouped_plan import GroupedDense, pack_grouped
+from relayquant.codegen.kernels.grouped.plan import GroupedDense, pack_grouped
 from relayquant.codegen.kernels.isa.bf16 import TILES_BF16
 from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit
 from relayquant.codegen.kernels.isa.select import has_isa

@@ -23,17 +23,17 @@ from tvm import tirx
 from tvm.target import Target
 
 from relayquant.base.packing import count_groups, pack_codes
-from relayquant.codegen.kernels.integer.grouped import (
-    GroupedTake,
-    build_grouped_dense,
-    build_grouped_take,
-)
-from relayquant.codegen.kernels.integer.grouped_dot import choose_dot
-from relayquant.codegen.kernels.integer.grouped_plan import (
+from relayquant.codegen.kernels.grouped.dot import choose_dot
+from relayquant.codegen.kernels.grouped.plan import (
     STREAM_LANES,
     GroupedDense,
     pack_grouped,
     plan_grouped,
+)
+from relayquant.codegen.kernels.grouped.product import (
+    GroupedTake,
+    build_grouped_dense,
+    build_grouped_take,
 )
 from relayquant.codegen.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
 from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA

@@ -12,8 +12,8 @@ from machines import compile_kernel, target_of
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
+from relayquant.codegen.kernels.attention.halves import load_numbers, store_numbers
 from relayquant.codegen.kernels.emit import build_kernel, load_vector, store_vector
-from relayquant.codegen.kernels.floating.halves import load_numbers, store_numbers
 from relayquant.codegen.kernels.floating.tile import choose_float_isa
 
 LANES = 16

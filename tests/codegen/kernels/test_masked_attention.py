@@ -9,15 +9,15 @@ import pytest
 from floats import HOST, ISAS, check, draw, run_kernel
 from tvm.script.ir_builder import tirx as T
 
-from relayquant.codegen.kernels.emit import build_kernel
-from relayquant.codegen.kernels.floating.gemm import FloatMatmul, make_batch_matmul
-from relayquant.codegen.kernels.floating.masked_attention import (
+from relayquant.codegen.kernels.attention.masked import (
     MaskedAttention,
     MaskedRows,
     choose_vectors,
     make_masked_attention,
     saves_time,
 )
+from relayquant.codegen.kernels.emit import build_kernel
+from relayquant.codegen.kernels.floating.gemm import FloatMatmul, make_batch_matmul
 from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.codegen.kernels.floating.tile import FloatIsa
 from relayquant.codegen.kernels.isa.caches import Caches

@@ -10,7 +10,7 @@ import pytest
 from relayquant.base.grouping import GroupFormat, quantize_groups
 from relayquant.base.packing import CODE_BITS
 from relayquant.base.runtime import align_array, empty_aligned
-from relayquant.codegen.kernels.floating.group_fit import STRIP
+from relayquant.codegen.kernels.grouped.fit import STRIP
 from relayquant.flow.compression.fit import (
     MOST_COLUMNS,
     SHIFT_DAMPINGS,

@@ -14,7 +14,7 @@ Software Developer's Manual, volume 1, chapter 18.
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ PRODUCTS = {
 #: A TIR expression or buffer. TVM gives them no useful static type.
 Expr = Any
 Buffer = Any
+#: Loads or stores a tile: (number, buffer, first element, distance of rows).
+MoveTile = Callable[[int, Buffer, Expr, int], None]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,14 @@ from functools import partial
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
+from relayquant.codegen.kernels.attention.halves import load_numbers
+from relayquant.codegen.kernels.attention.new_rows import name_extents
+from relayquant.codegen.kernels.attention.one_row import (
+    LOWEST,
+    Attention,
+    declare_operands,
+    finish_scores,
+)
 from relayquant.codegen.kernels.emit import (
     PARALLEL_THRESHOLD,
     alloc_vectors,
@@ -32,14 +40,6 @@ from relayquant.codegen.kernels.emit import (
     settle,
     store_vector,
 )
-from relayquant.codegen.kernels.floating.attention import (
-    LOWEST,
-    Attention,
-    declare_operands,
-    finish_scores,
-)
-from relayquant.codegen.kernels.floating.halves import load_numbers
-from relayquant.codegen.kernels.floating.new_rows import name_extents
 from relayquant.codegen.kernels.floating.softmax import emit_exp
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa, emit_tile
 

@@ -14,13 +14,13 @@ With a gate, the result is silu of the first half of y times the second half. A 
 both halves then.
 
 The integer sums of a group are exact. They become float32, and the groups are added from the first
-to the last, with fused multiply-adds if the target has them. `grouped_plan` says how weights are
+to the last, with fused multiply-adds if the target has them. `plan` says how weights are
 stored.
 
 One kernel serves any number of rows. Chunks of rows are prepared: they are copied, so that rows of
 a tile do not fall into the same sets of a cache, and groups are added up for zero points. Then
 threads share the panels. A single row waits for memory, so it is multiplied with several panels at
-a time. Many rows go to a matrix unit, if there is one that this process may use (`grouped_tiled`).
+a time. Many rows go to a matrix unit, if there is one that this process may use (`tiled`).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from relayquant.codegen.kernels.emit import (
 )
 from relayquant.codegen.kernels.floating.row_norm import fence
 from relayquant.codegen.kernels.floating.silu import emit_silu
-from relayquant.codegen.kernels.integer.grouped_dot import WORD, PairsDot, PartsDot, multiply_add
-from relayquant.codegen.kernels.integer.grouped_plan import (
+from relayquant.codegen.kernels.grouped.dot import WORD, PairsDot, PartsDot, multiply_add
+from relayquant.codegen.kernels.grouped.plan import (
     Arguments,
     GroupedDense,
     GroupedPlan,
@@ -62,7 +62,7 @@ from relayquant.codegen.kernels.integer.grouped_plan import (
     read_zero,
     take_word,
 )
-from relayquant.codegen.kernels.integer.grouped_tiled import emit_tiled_rows
+from relayquant.codegen.kernels.grouped.tiled import emit_tiled_rows
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.row_loops import emit_chunk
 from relayquant.codegen.kernels.unit_permission import ask_unit, emit_if

@@ -1,13 +1,13 @@
 """Attention of many new rows for each sequence -> its kernel with products of bfloat16.
 
-As `attention_blocks` does it, block after block. `attention_products` has the products, on tiles or
+As `blocks` does it, block after block. `bf16_products` has the products, on tiles or
 on vectors.
 
 Query, keys, values and powers are rounded to bfloat16, after their scales. Sums and powers are
 float32. A block of keys and values is rounded once for all rows of a task. Only keys behind the
 first row of a vector are compared with the position of each row.
 
-A process that may not use tiles runs the kernel of `attention_blocks`.
+A process that may not use tiles runs the kernel of `blocks`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,21 @@ from __future__ import annotations
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
+from relayquant.codegen.kernels.attention.bf16_products import (
+    LANES,
+    SIDE,
+    TILE,
+    RoundedBlocks,
+    TileProducts,
+    VectorProducts,
+)
+from relayquant.codegen.kernels.attention.blocks import (
+    AttentionOperands,
+    BlockAttention,
+    declare_attention,
+)
+from relayquant.codegen.kernels.attention.halves import load_numbers
+from relayquant.codegen.kernels.attention.one_row import LOWEST, Attention
 from relayquant.codegen.kernels.emit import (
     alloc_vectors,
     alloc_workspace,
@@ -26,21 +41,6 @@ from relayquant.codegen.kernels.emit import (
     settle,
     store_vector,
 )
-from relayquant.codegen.kernels.floating.attention import LOWEST, Attention
-from relayquant.codegen.kernels.floating.attention_blocks import (
-    AttentionOperands,
-    BlockAttention,
-    declare_attention,
-)
-from relayquant.codegen.kernels.floating.attention_products import (
-    LANES,
-    SIDE,
-    TILE,
-    RoundedBlocks,
-    TileProducts,
-    VectorProducts,
-)
-from relayquant.codegen.kernels.floating.halves import load_numbers
 from relayquant.codegen.kernels.floating.row_norm import fence
 from relayquant.codegen.kernels.floating.softmax import LOG2_E, MANTISSA_BITS, ROUND_TO_EXPONENT
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa

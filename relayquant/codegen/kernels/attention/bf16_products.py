@@ -23,10 +23,9 @@ from relayquant.codegen.kernels.emit import (
     load_vector,
     store_vector,
 )
-from relayquant.codegen.kernels.floating.grouped_bf16 import MoveTile
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
-from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS, Tiles
+from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS, MoveTile, Tiles
 
 #: Rows, keys or numbers of two tiles. A tile has half as many pairs.
 SIDE = 32

@@ -39,8 +39,8 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
     vector,
 )
-from relayquant.codegen.kernels.integer.grouped_dot import WORD, multiply_add
-from relayquant.codegen.kernels.integer.grouped_plan import (
+from relayquant.codegen.kernels.grouped.dot import WORD, multiply_add
+from relayquant.codegen.kernels.grouped.plan import (
     Arguments,
     GroupedPlan,
     common_zero,

@@ -21,6 +21,8 @@ from operator import add
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
+from relayquant.codegen.kernels.attention.halves import load_numbers
+from relayquant.codegen.kernels.attention.new_rows import Extents, name_extents
 from relayquant.codegen.kernels.emit import (
     CACHE_LINE,
     PARALLEL_BYTES,
@@ -39,8 +41,6 @@ from relayquant.codegen.kernels.emit import (
     settle,
     store_vector,
 )
-from relayquant.codegen.kernels.floating.halves import load_numbers
-from relayquant.codegen.kernels.floating.new_rows import Extents, name_extents
 from relayquant.codegen.kernels.floating.softmax import emit_exp
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
 

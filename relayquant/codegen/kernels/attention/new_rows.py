@@ -13,6 +13,7 @@ from typing import Any
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
+from relayquant.codegen.kernels.attention.halves import store_numbers
 from relayquant.codegen.kernels.emit import (
     PARALLEL_BYTES,
     build_kernel,
@@ -22,7 +23,6 @@ from relayquant.codegen.kernels.emit import (
     load_vector,
     store_vector,
 )
-from relayquant.codegen.kernels.floating.halves import store_numbers
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
 
 #: Extents of rows (B, R, heads, D), None if known at run time. Heads and D are known.

@@ -2,7 +2,7 @@
 
     score = x @ keys^T * factor + mask;  y = softmax(score) @ values
 
-A task is a block of rows of one head. As in `attention_blocks`, rows are the columns of both
+A task is a block of rows of one head. As in `blocks`, rows are the columns of both
 products. The scores of a block stay in a near cache.
 
 Masks hide keys by large negative numbers, of a text usually half of them. Where they are so low

@@ -4,7 +4,7 @@
 
 or, with a gate, silu of the first half of the results times the second half. The sums are float32.
 Rows are rounded to nearest even, weights with ties away from zero, which is less work. Weights stay
-packed as `integer.grouped_plan` says, so that products of integer rows read the same memory.
+packed as `plan` says, so that products of integer rows read the same memory.
 
     A   16 rows x 32 values, from a copy of the rows in bfloat16 with one tile after the other
     B   16 pairs of values x 16 outputs, unpacked from a panel
@@ -19,7 +19,6 @@ A process that may not use tiles computes the same blocks on vectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
@@ -45,8 +44,8 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
 )
 from relayquant.codegen.kernels.floating.silu import emit_silu
-from relayquant.codegen.kernels.integer.grouped_dot import WORD, multiply_add
-from relayquant.codegen.kernels.integer.grouped_plan import (
+from relayquant.codegen.kernels.grouped.dot import WORD, multiply_add
+from relayquant.codegen.kernels.grouped.plan import (
     GroupedDense,
     GroupedPlan,
     common_zero,
@@ -55,7 +54,7 @@ from relayquant.codegen.kernels.integer.grouped_plan import (
 from relayquant.codegen.kernels.integer.operands import load_partial
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.isa.bf16 import TILES_BF16, Bf16Isa, join_pairs
-from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS, Tiles
+from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS, MoveTile, Tiles
 from relayquant.codegen.kernels.unit_permission import ask_permission, emit_if
 
 #: Tiles of rows, and panels, of a block of sums.
@@ -66,8 +65,6 @@ STEP, PAIR = 32, 2
 CHUNK_ROWS, COPY_BYTES = 512, 1024 * 1024
 #: Rows whose sums are in registers where there are no tiles.
 VECTOR_ROWS = 8
-#: Loads or stores a tile: (number, buffer, first element, distance of rows).
-MoveTile = Callable[[int, Buffer, Expr, int], None]
 
 
 @dataclass(frozen=True)

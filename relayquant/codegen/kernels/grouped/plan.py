@@ -23,7 +23,7 @@ from tvm.script.ir_builder import tirx as T
 
 from relayquant.base.packing import count_groups, unpack_codes
 from relayquant.codegen.kernels.emit import CACHE_LINE, ceil_div, constant, load_vector, vector
-from relayquant.codegen.kernels.integer.grouped_dot import (
+from relayquant.codegen.kernels.grouped.dot import (
     SHORT_WORDS,
     WORD,
     FloatDot,

@@ -1,0 +1,1 @@
+"""Kernels of attention: queries, keys and values -> rows, without scores of all pairs in memory."""
