@@ -24,13 +24,13 @@ from relayquant.codegen.kernels.floating.row_norm import RowNorm, make_row_norm
 from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.codegen.kernels.grouped.plan import GroupedDense, pack_grouped
 from relayquant.codegen.kernels.grouped.product import build_grouped_dense
-from relayquant.codegen.kernels.integer.conv import (
+from relayquant.codegen.kernels.integer.convolution.direct import (
     build_conv2d,
     build_dense,
     pack_conv2d,
     pack_dense,
 )
-from relayquant.codegen.kernels.integer.conv_transpose import (
+from relayquant.codegen.kernels.integer.convolution.transposed import (
     Conv2dTranspose,
     build_conv2d_transpose,
     pack_conv2d_transpose,

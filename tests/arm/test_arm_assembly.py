@@ -12,7 +12,8 @@ import pytest
 import tvm
 from tvm.target import Target
 
-from relayquant.codegen.kernels.integer.conv import build_conv2d, pack_conv2d
+from relayquant.codegen.kernels.integer.convolution.direct import build_conv2d, pack_conv2d
+from relayquant.codegen.kernels.integer.convolution.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.elementwise import Add, Space, build_add
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual
 from relayquant.codegen.kernels.integer.matmul import (
@@ -20,7 +21,6 @@ from relayquant.codegen.kernels.integer.matmul import (
     build_batch_matmul,
     plan_batch_matmul,
 )
-from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.pool import AvgPool2d, PoolWindow, build_avg_pool2d
 from relayquant.codegen.kernels.integer.specs import Conv2d
 from relayquant.codegen.kernels.isa.arm import (

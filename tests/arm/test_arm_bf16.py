@@ -30,8 +30,8 @@ from relayquant.codegen.kernels.floating.bf16 import (
     read_bf16_dense,
 )
 from relayquant.codegen.kernels.floating.bf16_matmul import Bf16Matmul, make_bf16_matmul
-from relayquant.codegen.kernels.floating.conv import make_conv2d
-from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d, pack_conv2d
+from relayquant.codegen.kernels.floating.convolution.direct import make_conv2d
+from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d, pack_conv2d
 from relayquant.codegen.kernels.floating.gemm import FloatDense
 from relayquant.codegen.kernels.floating.stored import Stored
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, choose_float_isa

@@ -22,8 +22,8 @@ from kernel_cases import (
     Case,
 )
 
-from relayquant.codegen.kernels.integer.conv_transpose import choose_transpose_plan
-from relayquant.codegen.kernels.integer.plan_choice import choose_plan
+from relayquant.codegen.kernels.integer.convolution.plan_choice import choose_plan
+from relayquant.codegen.kernels.integer.convolution.transposed import choose_transpose_plan
 from relayquant.codegen.kernels.isa.arm import NEON, NEON_BYTES, NEON_PAIRS, SDOT, SMMLA
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.select import select_isa

@@ -22,7 +22,7 @@ import tvm
 from tvm.target import Target
 
 from relayquant.analysis.peak import compile_peak
-from relayquant.codegen.kernels.integer.conv import build_conv2d, pack_conv2d
+from relayquant.codegen.kernels.integer.convolution.direct import build_conv2d, pack_conv2d
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
 from relayquant.codegen.kernels.isa.base import Isa

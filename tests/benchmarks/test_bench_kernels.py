@@ -8,9 +8,9 @@ from bench_kernels import LAYERS
 from tvm import tirx
 
 from relayquant.codegen.kernels.emit import ceil_div
-from relayquant.codegen.kernels.integer.conv import build_conv2d
-from relayquant.codegen.kernels.integer.plan_choice import choose_plan
-from relayquant.codegen.kernels.integer.tiled_plan import TileRows
+from relayquant.codegen.kernels.integer.convolution.direct import build_conv2d
+from relayquant.codegen.kernels.integer.convolution.plan_choice import choose_plan
+from relayquant.codegen.kernels.integer.tiled.plan import TileRows
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 

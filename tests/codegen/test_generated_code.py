@@ -22,8 +22,9 @@ from relayquant.codegen.kernels.attention.masked import (
     make_masked_attention,
 )
 from relayquant.codegen.kernels.floating.bf16 import make_bf16_conv2d, read_bf16_conv2d
-from relayquant.codegen.kernels.floating.conv import make_conv2d
-from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d
+from relayquant.codegen.kernels.floating.convolution.direct import make_conv2d
+from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d
+from relayquant.codegen.kernels.floating.convolution.winograd import make_winograd
 from relayquant.codegen.kernels.floating.gathered import (
     MOST_VECTORS,
     GatheredProduct,
@@ -32,14 +33,13 @@ from relayquant.codegen.kernels.floating.gathered import (
 from relayquant.codegen.kernels.floating.row_norm import RowNorm, make_row_norm
 from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, choose_float_isa
-from relayquant.codegen.kernels.floating.winograd import make_winograd
 from relayquant.codegen.kernels.grouped.plan import GroupedDense
 from relayquant.codegen.kernels.grouped.product import build_grouped_dense
-from relayquant.codegen.kernels.integer.conv import build_conv2d
+from relayquant.codegen.kernels.integer.convolution.direct import build_conv2d
+from relayquant.codegen.kernels.integer.convolution.winograd import build_winograd
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual
 from relayquant.codegen.kernels.integer.pool import MaxPool2d, PoolWindow, build_max_pool2d
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
-from relayquant.codegen.kernels.integer.winograd import build_winograd
 from relayquant.codegen.kernels.isa.arm import NEON_BYTES, NEON_PAIRS
 from relayquant.codegen.kernels.isa.arm_bf16 import BFMMLA
 from relayquant.codegen.kernels.isa.base import Isa

@@ -16,7 +16,7 @@ from relayquant.base.runtime import align_array, empty_aligned, view_aligned
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import Operand
 from relayquant.codegen.eager.windows import find_windows, pad_images
-from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d
+from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d
 from relayquant.codegen.kernels.floating.gathered import (
     GatheredDepthwise,
     GatheredProduct,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from relayquant.base.runtime import align_array, empty_aligned
-from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d
+from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d
 from relayquant.codegen.kernels.floating.gathered import Extents, Table
 
 #: Rows of a table, if an image has fewer. More would only take memory.

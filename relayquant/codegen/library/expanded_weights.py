@@ -16,8 +16,8 @@ from tvm.ir import Call, GenericConst
 
 from relayquant.base.runtime import view_constant
 from relayquant.codegen.kernels.expansion import Expanded, build_expansion
-from relayquant.codegen.kernels.floating import winograd as floating
-from relayquant.codegen.kernels.integer import winograd as integer
+from relayquant.codegen.kernels.floating.convolution import winograd as floating
+from relayquant.codegen.kernels.integer.convolution import winograd as integer
 from relayquant.ir.rewrite.graph import call_name
 
 #: Frees a value after its last use. Constants are not freed.

@@ -34,16 +34,21 @@ from relayquant.codegen.kernels.floating.bf16_matmul import (
     make_bf16_matmul,
     read_bf16_matmul,
 )
-from relayquant.codegen.kernels.floating.conv import make_conv2d, make_conv2d_packing
-from relayquant.codegen.kernels.floating.conv_plan import (
+from relayquant.codegen.kernels.floating.convolution.direct import make_conv2d, make_conv2d_packing
+from relayquant.codegen.kernels.floating.convolution.plan import (
     FloatConv2d,
     pack_conv2d,
     packed_conv2d_size,
 )
-from relayquant.codegen.kernels.floating.conv_transpose import (
+from relayquant.codegen.kernels.floating.convolution.transposed import (
     FloatConv2dTranspose,
     make_conv2d_transpose,
     pack_conv2d_transpose,
+)
+from relayquant.codegen.kernels.floating.convolution.winograd import (
+    make_winograd,
+    pack_winograd,
+    prefers_winograd,
 )
 from relayquant.codegen.kernels.floating.gemm import (
     FloatDense,
@@ -61,11 +66,6 @@ from relayquant.codegen.kernels.floating.tile import (
     FloatIsa,
     choose_float_isa,
     make_copy,
-)
-from relayquant.codegen.kernels.floating.winograd import (
-    make_winograd,
-    pack_winograd,
-    prefers_winograd,
 )
 from relayquant.codegen.kernels.integer.pool import MaxPool2d, build_max_pool2d
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa

@@ -27,8 +27,8 @@ from tvm.target import Target
 from relayquant.base.cores import count_threads
 from relayquant.base.storage.files import check_writable
 from relayquant.codegen.kernels.emit import ceil_div
-from relayquant.codegen.kernels.floating.conv import make_conv2d
-from relayquant.codegen.kernels.floating.conv_plan import (
+from relayquant.codegen.kernels.floating.convolution.direct import make_conv2d
+from relayquant.codegen.kernels.floating.convolution.plan import (
     FloatConv2d,
     count_macs,
     list_conv2d_schedules,
@@ -42,10 +42,10 @@ from relayquant.codegen.kernels.floating.gemm import (
 )
 from relayquant.codegen.kernels.floating.tile import FloatIsa, FloatSchedule, static
 from relayquant.codegen.kernels.integer.conv_plan import list_tiles
-from relayquant.codegen.kernels.integer.plan_choice import choose_plan
+from relayquant.codegen.kernels.integer.convolution.plan_choice import choose_plan
+from relayquant.codegen.kernels.integer.convolution.winograd import WinogradPlan, saves_time
 from relayquant.codegen.kernels.integer.product import choose_product
 from relayquant.codegen.kernels.integer.specs import Conv2d, KernelSchedule
-from relayquant.codegen.kernels.integer.winograd import WinogradPlan, saves_time
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.target import (
     find_architecture,

@@ -11,7 +11,7 @@ from tvm.relax import op
 
 from relayquant.codegen.eager import EagerModule, kernel_cache, windows
 from relayquant.codegen.eager.kernel_cache import KernelCache, host_kernels
-from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d
+from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d
 from relayquant.codegen.kernels.floating.gathered import GatheredProduct
 from relayquant.codegen.kernels.floating.tile import FloatIsa
 from relayquant.ir.dialect import qnn

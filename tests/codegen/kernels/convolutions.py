@@ -14,8 +14,8 @@ from exact import (
 from tvm.target import Target
 
 from relayquant.codegen.kernels.conv_shape import Conv2dShape
-from relayquant.codegen.kernels.integer.conv import build_conv2d, pack_conv2d
-from relayquant.codegen.kernels.integer.conv_transpose import Conv2dTranspose
+from relayquant.codegen.kernels.integer.convolution.direct import build_conv2d, pack_conv2d
+from relayquant.codegen.kernels.integer.convolution.transposed import Conv2dTranspose
 from relayquant.codegen.kernels.integer.specs import Conv2d
 from relayquant.codegen.kernels.isa.base import Isa
 

@@ -7,7 +7,7 @@ import tvm
 from machines import compile_kernel
 from tvm import tirx
 
-from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d
+from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, FloatIsa, choose_float_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 

@@ -34,15 +34,15 @@ from relayquant.codegen.kernels.floating.bf16 import (
     read_bf16_conv2d,
     read_bf16_dense,
 )
-from relayquant.codegen.kernels.floating.conv import make_conv2d
-from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d, pack_conv2d
+from relayquant.codegen.kernels.floating.convolution.direct import make_conv2d
+from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d, pack_conv2d
 from relayquant.codegen.kernels.floating.curve import Curve, CurveStep, Operation
 from relayquant.codegen.kernels.floating.gemm import FloatDense
 from relayquant.codegen.kernels.floating.stored import Stored, widen_bits
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, FloatIsa, choose_float_isa
 from relayquant.codegen.kernels.integer.pool import MaxPool2d, PoolWindow, build_max_pool2d
 from relayquant.codegen.kernels.integer.specs import Conv2d
-from relayquant.codegen.kernels.integer.tiled_plan import TileRows
+from relayquant.codegen.kernels.integer.tiled.plan import TileRows
 from relayquant.codegen.kernels.isa.arm_bf16 import BFDOT, BFMMLA, ArmBf16Isa, BfmmlaIsa
 from relayquant.codegen.kernels.isa.bf16 import (
     TILES_BF16,

@@ -16,13 +16,14 @@ from machines import best_isa, every_isa, every_isa_in_samples, runnable_target
 from tvm import relax
 
 from relayquant.base.qtypes import INTEGER_LIMITS
-from relayquant.codegen.kernels.integer.conv import (
+from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, merge_groups, rank_tiles
+from relayquant.codegen.kernels.integer.convolution.direct import (
     build_conv2d,
     build_dense,
     pack_conv2d,
     pack_dense,
 )
-from relayquant.codegen.kernels.integer.conv_order import (
+from relayquant.codegen.kernels.integer.convolution.order import (
     PANEL_ORDER,
     PIXEL_ORDER,
     find_halved_axis,
@@ -30,11 +31,10 @@ from relayquant.codegen.kernels.integer.conv_order import (
     plan_pixel_prefetch,
     plan_prefetch,
 )
-from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, merge_groups, rank_tiles
-from relayquant.codegen.kernels.integer.conv_tile import locate_tile
+from relayquant.codegen.kernels.integer.convolution.plan_choice import choose_plan
+from relayquant.codegen.kernels.integer.convolution.tile import locate_tile
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.operands import Image, Placement
-from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.saturating_pack import channel_order
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, Tile
 from relayquant.codegen.kernels.isa.timing import ZEN4, ZEN5, Timing

@@ -8,13 +8,13 @@ from convolutions import conv2d_transpose_accumulators
 from exact import call_kernel, finish, random_multiplier, random_values, random_weights
 from machines import every_isa_in_samples, runnable_target
 
-from relayquant.codegen.kernels.integer.conv_transpose import (
+from relayquant.codegen.kernels.integer.convolution.plan_choice import choose_plan
+from relayquant.codegen.kernels.integer.convolution.transposed import (
     Conv2dTranspose,
     build_conv2d_transpose,
     choose_transpose_plan,
     pack_conv2d_transpose,
 )
-from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.isa.timing import ZEN5
 from relayquant.codegen.kernels.isa.x86 import VNNI512
 

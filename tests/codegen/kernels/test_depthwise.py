@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from machines import best_isa, every_isa_in_samples, runnable_target
 
 from relayquant.codegen.kernels.conv_shape import JoinedSlices
-from relayquant.codegen.kernels.integer.depthwise import build_depthwise
-from relayquant.codegen.kernels.integer.depthwise_plan import DepthwisePlan
+from relayquant.codegen.kernels.integer.depthwise.plan import DepthwisePlan
+from relayquant.codegen.kernels.integer.depthwise.rows import build_depthwise
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.specs import Conv2d
 from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA

@@ -9,8 +9,8 @@ import pytest
 import tvm
 
 from relayquant.codegen.kernels.expansion import COLUMNS, Expanded, build_expansion
-from relayquant.codegen.kernels.floating import winograd as floating
-from relayquant.codegen.kernels.integer import winograd as integer
+from relayquant.codegen.kernels.floating.convolution import winograd as floating
+from relayquant.codegen.kernels.integer.convolution import winograd as integer
 from relayquant.codegen.kernels.isa.target import resolve_target
 
 RULES = {"int8": integer.EXPANSION, "float32": floating.EXPANSION}

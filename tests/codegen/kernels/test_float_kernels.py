@@ -17,14 +17,14 @@ from tvm import tirx
 from tvm.target import Target
 
 from relayquant.codegen.kernels.conv_shape import JoinedSlices
-from relayquant.codegen.kernels.floating.conv import make_conv2d, make_conv2d_packing
-from relayquant.codegen.kernels.floating.conv_plan import (
+from relayquant.codegen.kernels.floating.convolution.direct import make_conv2d, make_conv2d_packing
+from relayquant.codegen.kernels.floating.convolution.plan import (
     FloatConv2d,
     pack_conv2d,
     packed_conv2d_size,
     plan_conv2d,
 )
-from relayquant.codegen.kernels.floating.conv_transpose import (
+from relayquant.codegen.kernels.floating.convolution.transposed import (
     FloatConv2dTranspose,
     make_conv2d_transpose,
     pack_conv2d_transpose,

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import tirx
 
-from relayquant.codegen.kernels.floating.conv import make_conv2d
-from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d, pack_conv2d
-from relayquant.codegen.kernels.floating.tile import FloatEpilogue, FloatIsa
-from relayquant.codegen.kernels.floating.winograd import (
+from relayquant.codegen.kernels.floating.convolution.direct import make_conv2d
+from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d, pack_conv2d
+from relayquant.codegen.kernels.floating.convolution.winograd import (
     FloatWinogradPlan,
     make_winograd,
     pack_winograd,
     prefers_winograd,
 )
+from relayquant.codegen.kernels.floating.tile import FloatEpilogue, FloatIsa
 from relayquant.codegen.kernels.isa.caches import Caches
 
 SAME = (1, 1, 1, 1)

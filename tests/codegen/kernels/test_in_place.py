@@ -17,16 +17,16 @@ from relayquant.codegen.kernels.floating.bf16 import (
     pack_bf16,
     read_bf16_conv2d,
 )
-from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d
+from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d
 from relayquant.codegen.kernels.floating.stored import Stored
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue
 from relayquant.codegen.kernels.in_place import can_overwrite, overwrite_operand
-from relayquant.codegen.kernels.integer.conv import build_planned
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_constants
+from relayquant.codegen.kernels.integer.convolution.direct import build_planned
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.specs import Conv2d, Tile
-from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan, TileRows, plan_tiles
-from relayquant.codegen.kernels.integer.tiled_results import stores_once
+from relayquant.codegen.kernels.integer.tiled.plan import TiledPlan, TileRows, plan_tiles
+from relayquant.codegen.kernels.integer.tiled.results import stores_once
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.bf16 import TILES_BF16
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS

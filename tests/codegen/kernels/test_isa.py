@@ -11,8 +11,8 @@ import tvm
 from machines import REPRESENTATIVE, every_isa, target_of
 from tvm.target import Target
 
-from relayquant.codegen.kernels.integer.conv import build_conv2d, build_dense
-from relayquant.codegen.kernels.integer.conv_transpose import (
+from relayquant.codegen.kernels.integer.convolution.direct import build_conv2d, build_dense
+from relayquant.codegen.kernels.integer.convolution.transposed import (
     Conv2dTranspose,
     build_conv2d_transpose,
 )

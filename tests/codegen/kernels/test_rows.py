@@ -13,7 +13,7 @@ from emulated_unit import EMULATED, REFUSED, find_target
 from exact import finish, random_multiplier, random_values
 from machines import best_isa, compile_kernel, every_isa
 
-from relayquant.codegen.kernels.integer.conv_order import SMALL_WEIGHT_BYTES
+from relayquant.codegen.kernels.integer.convolution.order import SMALL_WEIGHT_BYTES
 from relayquant.codegen.kernels.integer.dynamic_rows import (
     build_dense_rows,
     pack_dense_rows,

@@ -20,13 +20,17 @@ from machines import compile_kernel, runnable_target
 
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.codegen.kernels.emit import repeat_over_batch
-from relayquant.codegen.kernels.integer.conv import build_conv2d, build_planned, pack_conv2d
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_constants
+from relayquant.codegen.kernels.integer.convolution.direct import (
+    build_conv2d,
+    build_planned,
+    pack_conv2d,
+)
+from relayquant.codegen.kernels.integer.convolution.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, plan_batch_matmul
-from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, Tile
-from relayquant.codegen.kernels.integer.tiled_plan import BLOCKS, TiledPlan, TileRows, list_rows
+from relayquant.codegen.kernels.integer.tiled.plan import BLOCKS, TiledPlan, TileRows, list_rows
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.matrix_unit import AMX_INT8
 from relayquant.codegen.kernels.isa.x86 import AMX, VNNI512

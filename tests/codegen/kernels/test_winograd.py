@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 from machines import best_isa, runnable_target, take_samples
 
 from relayquant.codegen.kernels.integer.conv_plan import list_tiles
-from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
-from relayquant.codegen.kernels.integer.specs import Conv2d, KernelSchedule
-from relayquant.codegen.kernels.integer.winograd import (
+from relayquant.codegen.kernels.integer.convolution.winograd import (
     LARGEST_SUM,
     WinogradPlan,
     build_winograd,
@@ -29,6 +27,8 @@ from relayquant.codegen.kernels.integer.winograd import (
     plan_prefetch,
     saves_time,
 )
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
+from relayquant.codegen.kernels.integer.specs import Conv2d, KernelSchedule
 from relayquant.codegen.kernels.isa.arm import SDOT
 from relayquant.codegen.kernels.isa.base import PORTABLE
 from relayquant.codegen.kernels.isa.timing import COMMON, ZEN4, ZEN5

@@ -13,7 +13,7 @@ from tvm.target import Target
 import relayquant as rq
 from relayquant.base.runtime import Executor
 from relayquant.codegen.kernels.integer import product
-from relayquant.codegen.kernels.integer.winograd import build_winograd
+from relayquant.codegen.kernels.integer.convolution.winograd import build_winograd
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.lowering.integer.lower import call_kernels, lower_integer, time_module

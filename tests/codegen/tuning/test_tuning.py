@@ -16,7 +16,7 @@ from hosts import HOSTS, on_x86
 from tvm import relax
 
 import relayquant as rq
-from relayquant.codegen.kernels.floating.conv_plan import (
+from relayquant.codegen.kernels.floating.convolution.plan import (
     FloatConv2d,
     list_conv2d_schedules,
     pack_conv2d,
@@ -25,10 +25,10 @@ from relayquant.codegen.kernels.floating.conv_plan import (
 from relayquant.codegen.kernels.floating.gemm import FloatDense, list_dense_schedules, pack_dense
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, choose_float_isa
 from relayquant.codegen.kernels.integer.conv_plan import list_tiles
+from relayquant.codegen.kernels.integer.convolution.plan_choice import choose_plan
+from relayquant.codegen.kernels.integer.convolution.winograd import can_winograd
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
-from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.specs import Conv2d, KernelSchedule, Tile
-from relayquant.codegen.kernels.integer.winograd import can_winograd
 from relayquant.codegen.kernels.isa import target as target_module
 from relayquant.codegen.kernels.isa.emitted import list_missing_instructions
 from relayquant.codegen.kernels.isa.select import select_isa

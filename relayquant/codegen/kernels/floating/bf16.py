@@ -39,13 +39,14 @@ from relayquant.codegen.kernels.emit import (
     repeat_over_batch,
     store_vector,
 )
-from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d
+from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d
 from relayquant.codegen.kernels.floating.gemm import FloatDense
 from relayquant.codegen.kernels.floating.stored import Stored, store_floats, widen_bits
 from relayquant.codegen.kernels.floating.tile import static
-from relayquant.codegen.kernels.integer.conv import emit_convolution
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_panels
-from relayquant.codegen.kernels.integer.conv_tile import TilePosition
+from relayquant.codegen.kernels.integer.convolution.direct import emit_convolution
+from relayquant.codegen.kernels.integer.convolution.plan_choice import choose_instructions
+from relayquant.codegen.kernels.integer.convolution.tile import TilePosition
 from relayquant.codegen.kernels.integer.operands import (
     Image,
     Operands,
@@ -53,16 +54,15 @@ from relayquant.codegen.kernels.integer.operands import (
     emit_image_copy,
     load_partial,
 )
-from relayquant.codegen.kernels.integer.plan_choice import choose_instructions
 from relayquant.codegen.kernels.integer.specs import Tile
-from relayquant.codegen.kernels.integer.tiled import emit_tiled
-from relayquant.codegen.kernels.integer.tiled_plan import (
+from relayquant.codegen.kernels.integer.tiled.plan import (
     FIRST_CACHE_BYTES,
     TiledPlan,
     TileRows,
     list_rows,
 )
-from relayquant.codegen.kernels.integer.tiled_results import (
+from relayquant.codegen.kernels.integer.tiled.products import emit_tiled
+from relayquant.codegen.kernels.integer.tiled.results import (
     Storing,
     SumTile,
     emit_residual_prefetch,

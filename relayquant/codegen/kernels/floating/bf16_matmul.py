@@ -39,12 +39,12 @@ from relayquant.codegen.kernels.floating.bf16 import (
     emit_bf16_products,
     emit_rounded_image,
 )
-from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d
+from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d
 from relayquant.codegen.kernels.floating.curve import Curve
 from relayquant.codegen.kernels.floating.gemm import FloatMatmul
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, static
 from relayquant.codegen.kernels.integer.operands import Image, Operands
-from relayquant.codegen.kernels.integer.tiled_plan import TileRows
+from relayquant.codegen.kernels.integer.tiled.plan import TileRows
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS

@@ -6,7 +6,7 @@
 All sizes are arguments, and tables say where operands are: `rows` where the window of a result
 begins, `steps` where its elements are. So a dense layer and every convolution run on the same code,
 which is compiled once. Each sum adds its products in the order of k, as the kernels of `gemm` and
-`conv` do, and has the same bits. Padding must be part of the data.
+`convolution` do, and has the same bits. Padding must be part of the data.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, emit_packed_operand
 from relayquant.codegen.kernels.integer.operands import Operands
 from relayquant.codegen.kernels.integer.specs import Dense
-from relayquant.codegen.kernels.integer.tiled_rows import FEWEST_ROWS, emit_tiled_rows
+from relayquant.codegen.kernels.integer.tiled.rows import FEWEST_ROWS, emit_tiled_rows
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.unit_permission import ask_permission, emit_if
 

@@ -2,9 +2,9 @@
 
     y[m, n] = epilogue(bias[n] + sum_k x[m, k] * w[n, k])          m = 0 .. M, any M
 
-The register tiles are built as for convolutions (`conv`), with the heights of `row_loops`. All
+The register tiles are built as in `convolution`, with the heights of `row_loops`. All
 tiles share the packed weights, so one kernel serves a single row as well as many. Many rows go to a
-matrix unit, if there is one that this process may use (`tiled_rows`).
+matrix unit, if there is one that this process may use (`tiled.rows`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from relayquant.codegen.kernels.emit import (
     build_kernel,
     flat_view,
 )
-from relayquant.codegen.kernels.integer.conv_order import (
-    SMALL_WEIGHT_BYTES,
-    emit_residual_prefetch,
-    plan_prefetch,
-)
 from relayquant.codegen.kernels.integer.conv_plan import (
     ConvPlan,
     count_chains,
     pack_constants,
 )
-from relayquant.codegen.kernels.integer.conv_tile import (
+from relayquant.codegen.kernels.integer.convolution.order import (
+    SMALL_WEIGHT_BYTES,
+    emit_residual_prefetch,
+    plan_prefetch,
+)
+from relayquant.codegen.kernels.integer.convolution.plan_choice import choose_instructions
+from relayquant.codegen.kernels.integer.convolution.tile import (
     emit_reduction,
     emit_start,
     locate_tile,
@@ -49,10 +50,9 @@ from relayquant.codegen.kernels.integer.operands import (
     Placement,
     emit_prepared_rows,
 )
-from relayquant.codegen.kernels.integer.plan_choice import choose_instructions
 from relayquant.codegen.kernels.integer.specs import Dense, PackedWeights, Tile
-from relayquant.codegen.kernels.integer.tiled_plan import FEWEST_PIXELS, TiledPlan
-from relayquant.codegen.kernels.integer.tiled_rows import (
+from relayquant.codegen.kernels.integer.tiled.plan import FEWEST_PIXELS, TiledPlan
+from relayquant.codegen.kernels.integer.tiled.rows import (
     FEWEST_ROWS,
     emit_tiled_rows,
     plan_tiled_rows,

@@ -34,11 +34,14 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
     vector,
 )
-from relayquant.codegen.kernels.integer.conv import emit_convolution
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan
+from relayquant.codegen.kernels.integer.convolution.direct import emit_convolution
+from relayquant.codegen.kernels.integer.convolution.plan_choice import (
+    choose_instructions,
+    make_plan,
+)
 from relayquant.codegen.kernels.integer.epilogue import Epilogue
 from relayquant.codegen.kernels.integer.operands import Image, Operands, emit_prepared_image
-from relayquant.codegen.kernels.integer.plan_choice import choose_instructions, make_plan
 from relayquant.codegen.kernels.integer.saturating_pack import PART, channel_order
 from relayquant.codegen.kernels.integer.specs import Conv2d
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa

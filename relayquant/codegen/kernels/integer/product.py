@@ -10,20 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 from tvm.tirx import PrimFunc
 
-from relayquant.codegen.kernels.integer.conv import (
+from relayquant.codegen.kernels.integer.convolution.direct import (
     build_conv2d,
     build_dense,
     pack_conv2d,
     pack_dense,
 )
-from relayquant.codegen.kernels.integer.conv_transpose import (
+from relayquant.codegen.kernels.integer.convolution.transposed import (
     Conv2dTranspose,
     build_conv2d_transpose,
     pack_conv2d_transpose,
 )
+from relayquant.codegen.kernels.integer.convolution.winograd import build_winograd, pack_winograd
 from relayquant.codegen.kernels.integer.dynamic_rows import build_dense_rows, pack_dense_rows
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, KernelSchedule, PackedWeights
-from relayquant.codegen.kernels.integer.winograd import build_winograd, pack_winograd
 from relayquant.codegen.kernels.isa.base import Isa
 
 #: Direct form, without transforms, in the tile with the smallest estimated time.

@@ -26,7 +26,7 @@ registers LLVM's schedule for some CPUs spills to the stack. Tiles of up to 24 s
 one load.
 
 With one pixel half of the work of smmla is lost, and short reductions are rounded up to 8 products
-instead of 4: `conv_plan.choose_plan` counts instructions for each shape. Depthwise convolutions use
+instead of 4: `choose_plan` counts instructions for each shape. Depthwise convolutions use
 sdot. Only instructions are counted; how fast a core executes them was not measured.
 
 CPUs without sdot and smmla can multiply constant weights as bytes. They take bytes of one pixel and
@@ -42,7 +42,7 @@ Instructions of the main loops, and byte products per instruction:
     bytes   2 pixels x 8     64 smull, smull2, sadalp and 9 others               3.5
     pairs   2 pixels x 8     48 smull, smlal2, sadalp and 8 others               4.6
 
-Words of 16 bytes stay partly empty more often than words of 4: `conv_plan.choose_plan` counts
+Words of 16 bytes stay partly empty more often than words of 4: `choose_plan` counts
 again. Weights packed at run time (products of two activations) and depthwise convolutions use
 smlal.
 """

@@ -12,12 +12,12 @@ from tvm import relax
 from tvm.ir import Call
 from tvm.tirx import PrimFunc
 
-from relayquant.codegen.kernels.integer.conv_transpose import Conv2dTranspose
+from relayquant.codegen.kernels.integer.convolution.transposed import Conv2dTranspose
+from relayquant.codegen.kernels.integer.convolution.winograd import can_winograd
 from relayquant.codegen.kernels.integer.dynamic_matmul import DynamicMatmul, build_dynamic_matmul
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_matmul
 from relayquant.codegen.kernels.integer.product import DIRECT, choose_product
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
-from relayquant.codegen.kernels.integer.winograd import can_winograd
 from relayquant.codegen.lowering.engine import Lowered
 from relayquant.codegen.lowering.integer.concat import find_columns
 from relayquant.codegen.lowering.integer.epilogue import (

@@ -19,20 +19,20 @@ from numpy.typing import NDArray
 from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.emit import build_kernel
-from relayquant.codegen.kernels.floating.conv import (
+from relayquant.codegen.kernels.floating.convolution.direct import (
     ConvTiles,
     FloatPlacement,
     emit_padding,
     emit_tiles,
 )
-from relayquant.codegen.kernels.floating.conv_plan import (
+from relayquant.codegen.kernels.floating.convolution.operands import FloatOperands
+from relayquant.codegen.kernels.floating.convolution.plan import (
     FloatConv2d,
     count_macs,
     pack_conv2d,
     packed_conv2d_size,
     plan_conv2d,
 )
-from relayquant.codegen.kernels.floating.operands import FloatOperands
 from relayquant.codegen.kernels.floating.tile import (
     PARALLEL_MACS,
     FloatEpilogue,

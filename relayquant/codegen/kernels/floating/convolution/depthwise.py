@@ -21,9 +21,9 @@ from relayquant.codegen.kernels.emit import (
     load_vector,
     store_vector,
 )
-from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d, count_macs
+from relayquant.codegen.kernels.floating.convolution.operands import FloatOperands
+from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d, count_macs
 from relayquant.codegen.kernels.floating.gemm import finish_into
-from relayquant.codegen.kernels.floating.operands import FloatOperands
 from relayquant.codegen.kernels.floating.stored import load_floats
 from relayquant.codegen.kernels.floating.tile import PARALLEL_MACS, Expr, FloatIsa
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS

@@ -17,7 +17,7 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
 )
 from relayquant.codegen.kernels.integer.operands import Image
-from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan
+from relayquant.codegen.kernels.integer.tiled.plan import TiledPlan
 from relayquant.codegen.kernels.isa.base import Expr
 
 

@@ -36,7 +36,7 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
     vector,
 )
-from relayquant.codegen.kernels.integer.depthwise_plan import Blocks, DepthwisePlan
+from relayquant.codegen.kernels.integer.depthwise.plan import Blocks, DepthwisePlan
 from relayquant.codegen.kernels.integer.operands import Operands, load_multiplier
 from relayquant.codegen.kernels.integer.saturating_pack import PACKED, PART, emit_packed
 from relayquant.codegen.kernels.isa.base import Buffer, Expr

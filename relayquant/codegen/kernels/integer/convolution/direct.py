@@ -52,7 +52,13 @@ from relayquant.codegen.kernels.emit import (
     split_index,
     store_vector,
 )
-from relayquant.codegen.kernels.integer.conv_order import (
+from relayquant.codegen.kernels.integer.conv_plan import (
+    PREFETCH_TILES,
+    UNROLLED_WORDS,
+    ConvPlan,
+    pack_constants,
+)
+from relayquant.codegen.kernels.integer.convolution.order import (
     LARGE_IMAGE_BYTES,
     PANEL_ORDER,
     emit_residual_prefetch,
@@ -61,13 +67,8 @@ from relayquant.codegen.kernels.integer.conv_order import (
     plan_pixel_prefetch,
     plan_prefetch,
 )
-from relayquant.codegen.kernels.integer.conv_plan import (
-    PREFETCH_TILES,
-    UNROLLED_WORDS,
-    ConvPlan,
-    pack_constants,
-)
-from relayquant.codegen.kernels.integer.conv_tile import (
+from relayquant.codegen.kernels.integer.convolution.plan_choice import choose_plan
+from relayquant.codegen.kernels.integer.convolution.tile import (
     TilePosition,
     add_chains,
     emit_reduction,
@@ -78,8 +79,8 @@ from relayquant.codegen.kernels.integer.conv_tile import (
     split_pixels,
     store_integers,
 )
-from relayquant.codegen.kernels.integer.depthwise import build_depthwise
-from relayquant.codegen.kernels.integer.depthwise_plan import pack_depthwise
+from relayquant.codegen.kernels.integer.depthwise.plan import pack_depthwise
+from relayquant.codegen.kernels.integer.depthwise.rows import build_depthwise
 from relayquant.codegen.kernels.integer.operands import (
     Image,
     Operands,
@@ -87,11 +88,10 @@ from relayquant.codegen.kernels.integer.operands import (
     declare_operands,
     emit_prepared_image,
 )
-from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
-from relayquant.codegen.kernels.integer.tiled import emit_tiled
-from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan
-from relayquant.codegen.kernels.integer.tiled_results import mark_stores_once
+from relayquant.codegen.kernels.integer.tiled.plan import TiledPlan
+from relayquant.codegen.kernels.integer.tiled.products import emit_tiled
+from relayquant.codegen.kernels.integer.tiled.results import mark_stores_once
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 
 #: Most runs of tiles that threads share, whose results are stored during the next products, and

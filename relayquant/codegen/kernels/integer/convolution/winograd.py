@@ -62,7 +62,12 @@ from relayquant.codegen.kernels.emit import (
 )
 from relayquant.codegen.kernels.expansion import Expanded, Expansion
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_panels
-from relayquant.codegen.kernels.integer.conv_tile import Prefetch, emit_reduction, locate_tile
+from relayquant.codegen.kernels.integer.convolution.plan_choice import choose_plan
+from relayquant.codegen.kernels.integer.convolution.tile import (
+    Prefetch,
+    emit_reduction,
+    locate_tile,
+)
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
 from relayquant.codegen.kernels.integer.operands import (
     Image,
@@ -73,7 +78,6 @@ from relayquant.codegen.kernels.integer.operands import (
     emit_prepared_image,
     emit_store,
 )
-from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.saturating_pack import can_narrow
 from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, Wrapping, emit_wrapping

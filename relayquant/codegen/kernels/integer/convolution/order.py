@@ -9,7 +9,7 @@ from tvm.script.ir_builder import tirx as T
 
 from relayquant.codegen.kernels.emit import CACHE_LINE, ceil_div, emit_prefetch
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan
-from relayquant.codegen.kernels.integer.conv_tile import Prefetch, TilePosition
+from relayquant.codegen.kernels.integer.convolution.tile import Prefetch, TilePosition
 from relayquant.codegen.kernels.integer.operands import Operands, Placement
 from relayquant.codegen.kernels.isa.base import Expr
 

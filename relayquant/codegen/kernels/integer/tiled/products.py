@@ -9,7 +9,7 @@ A process that may not use the unit runs the same products on vectors, with the 
 
 - Blocks are `Tile.rows` tiles of pixels by `Tile.blocks` tiles of channels, up to four. The other
 registers hold operands.
-- The last tile of a line is moved back and overlaps its neighbour, as in `conv`.
+- The last tile of a line is moved back and overlaps its neighbour, as in `convolution.direct`.
 - Convolutions with stride 1 may take the padded image as one line of pixels. Sums of a pixel in the
 padding are not stored; another pixel of the same tile is stored twice instead.
 - Where a block has all pixels, weights are read once, and pixels may come from a copy for each
@@ -47,15 +47,15 @@ from relayquant.codegen.kernels.integer.operands import (
     Placement,
     locate_panel,
 )
-from relayquant.codegen.kernels.integer.tiled_images import emit_folded, emit_gathered, emit_shifted
-from relayquant.codegen.kernels.integer.tiled_plan import (
+from relayquant.codegen.kernels.integer.tiled.images import emit_folded, emit_gathered, emit_shifted
+from relayquant.codegen.kernels.integer.tiled.plan import (
     FEWEST_BLOCKS,
     FIRST_CACHE_BYTES,
     NEAR_BYTES,
     TiledPlan,
     TileRows,
 )
-from relayquant.codegen.kernels.integer.tiled_results import (
+from relayquant.codegen.kernels.integer.tiled.results import (
     INTEGERS,
     KeptBlock,
     Storing,

@@ -25,13 +25,13 @@ from relayquant.codegen.kernels.integer.operands import (
     locate_panel,
 )
 from relayquant.codegen.kernels.integer.specs import Conv2d
-from relayquant.codegen.kernels.integer.tiled import (
+from relayquant.codegen.kernels.integer.tiled.plan import TiledPlan, TileRows
+from relayquant.codegen.kernels.integer.tiled.products import (
     CACHED_WEIGHT_BYTES,
     PARALLEL_CYCLES,
     emit_products,
 )
-from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan, TileRows
-from relayquant.codegen.kernels.integer.tiled_results import INTEGERS, SumBlock, SumStores
+from relayquant.codegen.kernels.integer.tiled.results import INTEGERS, SumBlock, SumStores
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.isa.matrix_unit import Tiles
 from relayquant.codegen.kernels.unit_permission import emit_if

@@ -31,12 +31,12 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
     vector,
 )
-from relayquant.codegen.kernels.integer.depthwise_blocks import (
+from relayquant.codegen.kernels.integer.depthwise.blocks import (
     emit_block,
     find_first_row,
     locate_block,
 )
-from relayquant.codegen.kernels.integer.depthwise_plan import (
+from relayquant.codegen.kernels.integer.depthwise.plan import (
     Blocks,
     DepthwisePlan,
     plan_depthwise,

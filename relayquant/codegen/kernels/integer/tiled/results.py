@@ -33,7 +33,7 @@ from relayquant.codegen.kernels.integer.operands import (
     emit_store,
 )
 from relayquant.codegen.kernels.integer.saturating_pack import PACKED
-from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan, TileRows
+from relayquant.codegen.kernels.integer.tiled.plan import TiledPlan, TileRows
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
 
 #: A residual of more bytes does not stay in the second-level cache until it is added.

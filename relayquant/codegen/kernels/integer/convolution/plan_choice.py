@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan
 from relayquant.codegen.kernels.integer.specs import Conv2d
-from relayquant.codegen.kernels.integer.tiled_plan import FEWEST_PIXELS, plan_tiles
+from relayquant.codegen.kernels.integer.tiled.plan import FEWEST_PIXELS, plan_tiles
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.errors import format_count
 

@@ -1,7 +1,7 @@
 """Specification of a float convolution -> its plan: the panels, the pixels of a tile, their order.
 
-The plan decides how weights are packed. `pack_conv2d` packs them at compile time, `conv` emits the
-kernel that reads them.
+The plan decides how weights are packed. `pack_conv2d` packs them at compile time, `direct` emits
+the kernel that reads them.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ from relayquant.codegen.kernels.emit import (
     load_vector,
     store_vector,
 )
-from relayquant.codegen.kernels.floating.conv_plan import (
+from relayquant.codegen.kernels.floating.convolution.depthwise import emit_depthwise
+from relayquant.codegen.kernels.floating.convolution.operands import FloatOperands
+from relayquant.codegen.kernels.floating.convolution.plan import (
     FloatConv2d,
     choose_tile,
     count_macs,
@@ -37,13 +39,11 @@ from relayquant.codegen.kernels.floating.conv_plan import (
     plan_conv2d,
     walks_panels,
 )
-from relayquant.codegen.kernels.floating.depthwise import emit_depthwise
 from relayquant.codegen.kernels.floating.gemm import (
     finish_into,
     make_dense,
     touch_results,
 )
-from relayquant.codegen.kernels.floating.operands import FloatOperands
 from relayquant.codegen.kernels.floating.tile import (
     PARALLEL_MACS,
     Ahead,

@@ -38,8 +38,8 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
 )
 from relayquant.codegen.kernels.expansion import Expanded, Expansion
-from relayquant.codegen.kernels.floating.conv import emit_padding
-from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d, count_macs
+from relayquant.codegen.kernels.floating.convolution.direct import emit_padding
+from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d, count_macs
 from relayquant.codegen.kernels.floating.gemm import finish_into
 from relayquant.codegen.kernels.floating.tile import (
     PARALLEL_MACS,

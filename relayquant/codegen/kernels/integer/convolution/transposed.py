@@ -16,15 +16,18 @@ from numpy.typing import NDArray
 from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.emit import PARALLEL_THRESHOLD, build_kernel
-from relayquant.codegen.kernels.integer.conv import emit_convolution
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_panels
+from relayquant.codegen.kernels.integer.convolution.direct import emit_convolution
+from relayquant.codegen.kernels.integer.convolution.plan_choice import (
+    choose_instructions,
+    make_plan,
+)
 from relayquant.codegen.kernels.integer.epilogue import Epilogue
 from relayquant.codegen.kernels.integer.operands import (
     Placement,
     declare_operands,
     emit_prepared_image,
 )
-from relayquant.codegen.kernels.integer.plan_choice import choose_instructions, make_plan
 from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.transposed import TransposedShape

@@ -1,0 +1,1 @@
+"""Convolutions of float32: specification -> plan -> kernel in NHWC."""

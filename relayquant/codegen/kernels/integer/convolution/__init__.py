@@ -1,0 +1,1 @@
+"""Convolutions and products on vectors: specification -> plan, order of tiles, kernel."""

@@ -1,0 +1,1 @@
+"""Depthwise convolutions: specification -> plan -> loops in which each channel is one lane."""

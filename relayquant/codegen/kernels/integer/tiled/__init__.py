@@ -1,0 +1,1 @@
+"""Products on a matrix unit: specification -> plan, copies of images, tiles, stored results."""
