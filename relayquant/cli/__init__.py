@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
-from relayquant.cli.output import CommandOutput, ExitCode
-from relayquant.cli.parsers import parse_words
+from relayquant.cli.output import CommandOutput, ExitCode, discard
+from relayquant.cli.parsers import check_files, parse_words
 from relayquant.errors import FileError, RelayQuantError
 
 
@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 warnings.showwarning = hear_warning
             options = parse_words(words)
             output.command = options.command
+            check_files(options)
             # Imported late: help and mistakes are answered without TVM.
             with holding_interrupts():
                 command = import_module(f"relayquant.cli.commands.{options.command}")
@@ -114,5 +115,10 @@ def fail(
 
 
 def print_line(text: str) -> None:
-    """Print one line on standard error."""
-    print(f"relayquant: {' '.join(text.split())}", file=sys.stderr)
+    """Print one line on standard error. If that cannot be written, the exit code is all there is to
+    say.
+    """
+    try:
+        print(f"relayquant: {' '.join(text.split())}", file=sys.stderr, flush=True)
+    except OSError:
+        discard(sys.stderr)

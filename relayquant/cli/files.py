@@ -60,8 +60,6 @@ def load_model(
     """
     shapes = collect(shape, "--shape")
     inputs = collect(value, "--input")
-    if not path.exists():
-        raise ModelError(f"There is no model file {path}.", code="RQ201")
     check_no_library(path)
     if is_module_file(path):
         if shapes or inputs:

@@ -17,7 +17,7 @@ from relayquant.base.storage.files import (
     reading,
 )
 from relayquant.config import BackendConfig
-from relayquant.errors import ConfigError, DataError
+from relayquant.errors import ConfigError
 
 if TYPE_CHECKING:
     from relayquant.plots.report_data import CommandWords
@@ -54,23 +54,19 @@ def check_options(
 ) -> None:
     """Check what costs nothing to check, before anything takes time.
 
-    The data and the backend must exist, numbers must be 1 or more, and the output files must be
-    writable.
+    The backend must exist, numbers must be 1 or more, and the output files must be writable.
 
     Args:
-        options: Parsed options. `data` and `backend` are checked if the command has them.
+        options: Parsed options. `backend` is checked if the command has it.
         counts: Option -> its value, None if it was not given.
         outputs: Files that will be written, None for a file that was not asked for.
 
     Raises:
-        ConfigError, DataError, FileError: a check failed.
+        ConfigError, FileError: a check failed.
     """
     for name, value in (counts or {}).items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; allowed: 1 or more.", code="RQ102")
-    data = getattr(options, "data", None)
-    if data is not None and not (data.is_file() or data.is_dir()):
-        raise DataError(f"There is no data file or folder {data}.", code="RQ301")
     read_backend(getattr(options, "backend", None))
     for path in outputs:
         if path is not None:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeVar
 
 from relayquant.base.storage.files import writing
 from relayquant.base.version import __version__
@@ -71,12 +71,18 @@ def printing() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except OSError as error:
-        # What Python still holds goes nowhere, or the same error would come at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)
         if isinstance(error, BrokenPipeError):
             raise
         with writing("standard output"):
             raise
+
+
+def discard(stream: TextIO) -> None:
+    """Let what is printed on a stream that cannot be written go nowhere. What Python still holds of
+    it would raise the same error at exit.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class CommandOutput:

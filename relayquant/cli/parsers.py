@@ -17,7 +17,7 @@ from relayquant.cli.command import Parser, add_switches
 from relayquant.cli.grammar import COMMANDS
 from relayquant.cli.output import printing
 from relayquant.cli.verbs import ALIASES, OTHER_VERBS
-from relayquant.errors import ConfigError, ModelError
+from relayquant.errors import ConfigError, DataError, ModelError
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -86,10 +86,28 @@ def parse_words(words: Sequence[str]) -> argparse.Namespace:
     return known[first].parse(rest, options)
 
 
+def check_files(options: argparse.Namespace) -> None:
+    """Raise DataError or ModelError if there is no file of the data or of a model. A word without
+    an ending may also name a backend.
+    """
+    data = getattr(options, "data", None)
+    if data is not None and not (data.is_file() or data.is_dir()):
+        raise DataError(f"There is no data file or folder {data}.", code="RQ301")
+    for name in ("model", "qmodel"):
+        path = getattr(options, name, None)
+        if path is not None and Path(path).suffix and not Path(path).exists():
+            raise ModelError(f"There is no model file {path}.", code="RQ201")
+
+
 def refuse_command(word: str) -> NoReturn:
     """Raise an error that suggests what to type instead of an unknown command."""
     if word in OTHER_VERBS:
         raise ConfigError(f"There is no command {word!r}. Use: {OTHER_VERBS[word]}", code="RQ102")
+    if Path(word).exists():
+        raise ModelError(
+            f"{word} is no model file, and no folder with config.json, as language models have.",
+            code="RQ201",
+        )
     if Path(word).suffix:
         raise ModelError(f"There is no file or command {word}.", code="RQ201")
     names = [command.name for command in COMMANDS]

@@ -147,6 +147,7 @@ def test_bench__wrong_numbers(
 def test_bench__only_onnx_against_onnxruntime(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "model.json").touch()
     arguments = ["bench", str(tmp_path / "model.json"), "--against", "onnxruntime"]
     assert cli.main(arguments) == 2
     assert ".onnx" in capsys.readouterr().err

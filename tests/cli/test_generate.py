@@ -134,11 +134,13 @@ def test_generate__the_prompt_is_standard_input(given, message, folder, monkeypa
         (["m.gguf", "-p", "x", "--save", "m.txt"], "--save m.txt: a compiled model is"),
         (["m.gguf", "-p", "x", "--max-tokens", "0"], "--max-tokens is 0; allowed: 1 or more"),
         (["m.gguf", "-p", "x", "--top-p", "2"], "top_p is 2.0; allowed: above 0, at most 1"),
-        (["m.gguf", "-p", "x"], "There is no model file 'm.gguf'"),
+        (["no.gguf", "-p", "x"], "There is no model file no.gguf."),
         (["m.gguf"], "the following arguments are required: -p/--prompt"),
     ],
 )  # fmt: skip
 def test_generate__wrong_words(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    for name in ("m.so", "m.gguf"):
+        (tmp_path / name).touch()
     assert cli.main(["generate", *words]) == 2
     assert message in capsys.readouterr().err

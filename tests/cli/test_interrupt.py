@@ -209,6 +209,13 @@ def test_output__a_command_that_failed_on_a_full_disk():
     assert "Cannot write standard output: No space left on device." in said
 
 
+@pytest.mark.parametrize("words", ["nosuch", "bench nosuch.onnx", "nosuch --json"])
+def test_output__a_mistake_that_cannot_be_told(words):
+    """The exit code is that of the mistake."""
+    code, said = run_in_shell(f"{words} 2>/dev/full >/dev/null")
+    assert (code, said) == (ExitCode.USER_ERROR, "")
+
+
 def test_output__a_command_that_failed_into_a_closed_pipe():
     reader, writer = os.pipe()
     os.close(reader)

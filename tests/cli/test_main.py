@@ -81,7 +81,7 @@ def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
             ["quantize", "missing.onnx", "--data", "missing.npz"],
             "no data file or folder missing.npz",
         ),
-        (["quantize", "a.onnx", "--data", "a.npz", "-o", "a.txt"], "is written as .rqm"),
+        (["quantize", "a.onnx", *DATA, "-o", "a.txt"], "is written as .rqm"),
         (["quantize", "a.onnx", *DATA, "--report", "no/a.html"], "there is no folder no."),
         (
             ["quantize", "a.onnx", *DATA, "--metric", "top1"],
@@ -97,12 +97,12 @@ def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["export", "missing.json", "-o", "a.so"], "There is no model file missing.json."),
         (["export", "missing.json"], "the following arguments are required: -o"),
         (["export", "a.json", "-o", "a.onnx", "--tune"], "--tune: only a library is compiled"),
-        (["compare", *FILES], "There is no model file a.onnx."),
+        (["compare", "a.onnx", "no.rqm", *DATA], "There is no model file no.rqm."),
         (["demo", "--repeat", "0"], "--repeat is 0; allowed: 1 or more."),
         # What costs nothing to know is said before the model is read.
-        (["export", "missing.onnx", "-o", "no/a.so"], "there is no folder no."),
+        (["export", "a.onnx", "-o", "no/a.so"], "there is no folder no."),
         (
-            ["export", "missing.onnx", "-o", "a.so", "--target", "nonsense"],
+            ["export", "a.onnx", "-o", "a.so", "--target", "nonsense"],
             "does not accept target nonsense",
         ),
         (["lint", "a.onnx", "--data", "no.npz"], "There is no data file or folder no.npz."),
@@ -118,6 +118,7 @@ def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "a.onnx", "--backend", "arn"], "Did you mean 'arm'?"),
         (["nothing"], "There is no command or file 'nothing'. Commands: inspect"),
         (["qantize"], "Did you mean 'quantize'?"),
+        (["."], ". is no model file, and no folder with config.json"),
         (["nothing.onnx"], "There is no file or command nothing.onnx."),
         (["quantize"], "the following arguments are required: --data"),
         (["quantize", *DATA], "the following arguments are required: MODEL"),
@@ -164,7 +165,8 @@ def test_main__a_mistake_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("data.npz").touch()
+    for name in ("data.npz", "a.onnx", "a.json", "b.json"):
+        Path(name).touch()
     Path("bad.json").write_text("[1]")
     assert cli.main(arguments) == ExitCode.USER_ERROR
     captured = capsys.readouterr()
@@ -199,7 +201,7 @@ def test_main__a_warning_is_one_line(
         return ExitCode.OK
 
     monkeypatch.setattr("relayquant.cli.commands.inspect.run", warn)
-    assert cli.main(["inspect", "model.onnx"]) == 0
+    assert cli.main(["inspect", "model"]) == 0
     assert capsys.readouterr().err == "relayquant: warning: this looks wrong\n"
 
 
@@ -210,11 +212,11 @@ def test_main__what_nobody_thought_of_is_one_line(
         raise KeyError("x")
 
     monkeypatch.setattr("relayquant.cli.commands.inspect.run", fail)
-    assert cli.main(["inspect", "model.onnx"]) == ExitCode.INTERNAL_ERROR
+    assert cli.main(["inspect", "model"]) == ExitCode.INTERNAL_ERROR
     text = "relayquant: internal error: KeyError: 'x' (--debug shows where)\n"
     assert capsys.readouterr().err == text
     with pytest.raises(KeyError):
-        cli.main(["inspect", "model.onnx", "--debug"])
+        cli.main(["inspect", "model", "--debug"])
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
@@ -238,7 +240,7 @@ def test_main__interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("relayquant.cli.commands.inspect.run", interrupt)
-    assert cli.main(["inspect", "model.onnx"]) == ExitCode.INTERRUPTED
+    assert cli.main(["inspect", "model"]) == ExitCode.INTERRUPTED
 
 
 def test_interrupt__modules_are_imported_whole(monkeypatch, capsys):
@@ -251,7 +253,7 @@ def test_interrupt__modules_are_imported_whole(monkeypatch, capsys):
 
     monkeypatch.setattr(cli, "import_module", import_and_interrupt)
     handler = signal.getsignal(signal.SIGINT)
-    assert cli.main(["inspect", "model.onnx"]) == ExitCode.INTERRUPTED
+    assert cli.main(["inspect", "model"]) == ExitCode.INTERRUPTED
     assert whole == ["relayquant.cli.commands.inspect"]
     assert capsys.readouterr().err == "relayquant: interrupted\n"
     assert signal.getsignal(signal.SIGINT) is handler
@@ -330,6 +332,7 @@ def test_parsers__size(text: str, size: int) -> None:
         (["benchmark"], 2),
         (["qantize", "--json"], 2),
         (["quantize"], 2),
+        (["quantize", "missing.onnx", "--data", "."], 2),
         (["quantize", "--help"], 0),
     ],
 )
