@@ -321,9 +321,12 @@ def check_scale(
     over the training data, per channel. Values too large by a factor make |bias| / spread small by
     that factor. The median over the channels is compared. This needs a bias and detects factors of
     about 20 and more. Pixels minus a mean, as Caffe has them, are no warning: networks for such
-    pixels have such a first layer.
+    pixels have such a first layer. A bias of zeros, as `stages.annotation.bias` adds, says nothing,
+    and neither do results without any spread, as of one row.
     """
     spread = measure_moments(name, layer, batches).spread()
+    if not layer.bias.any() or not spread.any():
+        return []
     ratio = float(np.median(np.abs(layer.bias) / np.maximum(spread, 1e-12)))
     low, high = (min(a.min() for a in batches), max(a.max() for a in batches))
     where = f"values from {low:.4g} to {high:.4g} make the first layer ({layer.name!r})"

@@ -63,7 +63,10 @@ def test_lint__one_sample_without_an_axis_for_more():
     torch.manual_seed(0)
     batches = [torch.randn(8).numpy() for _ in range(6)]
     layer = torch.nn.Linear(8, 6)
-    qmod = rq.torch.quantize(layer, (torch.from_numpy(batches[0]),), batches, effort="fast")
+    example = (torch.from_numpy(batches[0]),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", rq.DataWarning)
+        qmod = rq.torch.quantize(layer, example, batches, effort="fast")
     (got,) = rq.reference.run(qmod, [batches[1]])
     want = layer(torch.from_numpy(batches[1])).detach().numpy()
     assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
@@ -322,6 +325,15 @@ def test_lint__outliers(digits):
     (finding,) = lint(mod, params, [broken])
     assert finding.check == "outliers"
     assert "50" in finding.what
+
+
+def test_lint_samples__a_bias_of_zeros_says_nothing():
+    """`prepare` adds one where there is none, to hold a correction."""
+    mod = build_model(lambda emit, x: emit.conv("y", x), (20, 4, 6, 6))
+    data = np.random.default_rng(0).normal(0, 9, (20, 4, 6, 6)).astype("float32")
+    prepared = rq.prepare(mod, None)
+    assert any("y_unbiased" in str(name) for name in prepared.mod["main"].script().split())
+    assert lint_samples(prepared.mod, [{"x": data}]) == []
 
 
 def test_lint__few_samples_and_copies(digits):
