@@ -208,6 +208,6 @@ def match_sites(names: Sequence[str], sites: Sequence[KernelSite]) -> list[Kerne
 
 def has_symbolic_batch(mod: tvm.IRModule) -> bool:
     """Whether the first dimension of the first input is known only at run time."""
-    shape = getattr(mod["main"].params[0].ty, "shape", None)
-    dims = getattr(shape, "values", None)
+    params = mod["main"].params
+    dims = getattr(getattr(params[0].ty, "shape", None), "values", None) if params else None
     return bool(dims) and static_size(dims[0]) is None

@@ -48,6 +48,11 @@ def plan_cut(
     shapes: Mapping[str, tuple[int, ...]], inputs: tuple[InputInfo, ...], batch_size: int | None
 ) -> Cut:
     """Plan how to cut arrays of these shapes. DataError if they do not fit the inputs."""
+    if not inputs:
+        raise DataError(
+            "The model has no inputs, so its results never change and no data applies to it.",
+            code="RQ302",
+        )
     counts = {name: shape[0] for name, shape in shapes.items() if shape}
     if len(counts) < len(shapes) or len(set(counts.values())) > 1:
         listed = ", ".join(f"{name!r}: {shape}" for name, shape in shapes.items())

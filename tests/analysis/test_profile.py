@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm
+from tvm.script import relax as R
 
 import relayquant as rq
 from relayquant.analysis.latency import measure_latency
@@ -54,6 +56,18 @@ def test_profile_module__work_scales_with_the_batch(digits, quantized: bool) -> 
     assert all(op.value for op in one.operators if op.macs)
     assert one.total > 0
     assert one.machine_calls > 0
+
+
+def test_profile_module__a_function_without_inputs() -> None:
+    @R.function
+    def main():
+        with R.dataflow():
+            out = R.exp(R.const([1.0, 2.0], "float32"))
+            R.output(out)
+        return out
+
+    found = profile_module(tvm.IRModule({"main": main}), [], rq.compile, runs=1)
+    assert found.machine_calls == 1  # the result is a constant
 
 
 @pytest.mark.slow

@@ -540,6 +540,11 @@ def test_pair__messages():
         open_dataset({"ids": ids, "mask": np.ones((2, 1, 5))}, PAIR)
 
 
+def test_arrays__a_model_without_inputs(tmp_path):
+    with pytest.raises(DataError, match="The model has no inputs, so its results never change"):
+        open_dataset(save(tmp_path / "data.npz", image=DATA), ())
+
+
 def test_arrays__wrong_shape_is_found_at_once():
     with pytest.raises(DataError, match=r"axis 2 is 5 instead of 4"):
         open_dataset(np.ones((6, 3, 5)), IMAGE)
