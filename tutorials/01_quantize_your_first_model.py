@@ -68,10 +68,11 @@ print(f"accuracy: float {accuracy(float_model):.2%}, int8 {accuracy(int8_model):
 # Compiled code and reference agree, bit for bit
 # ----------------------------------------------
 # ``reference.run`` executes any module in numpy. ``verify`` compares every integer value of the
-# compiled model with it.
+# compiled model with it. Results of this network have the same bits, too: no operator is in float.
 
 (expected,) = rq.reference.run(qmod, [demo.images[:4]])
-np.testing.assert_array_equal(int8_model.run("main", [demo.images[:4]])[0], expected)
+(got,) = int8_model.run("main", [demo.images[:4]])
+print(f"largest difference of the results: {np.abs(got - expected).max()}")
 report = rq.verify(qmod, [demo.images[:4]])
 print(f"{report.compared} values compared, equal: {report.is_equal}")
 

@@ -93,7 +93,7 @@ def is_module_file(path: Path) -> bool:
     """Whether a file name has the ending of a Relax module."""
     if path.suffix != JSON_SUFFIX or is_folder_config(path):
         return path.suffix == ARCHIVE_SUFFIX
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
         return not is_relay_json(file.read(1000))
 
 

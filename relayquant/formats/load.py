@@ -119,7 +119,7 @@ def _read_folder(request: Request) -> Imported:
 
 
 def _read_utf8(request: Request) -> str:
-    return check_file(request.path, request.max_bytes).read_bytes().decode("utf-8")
+    return check_file(request.path, request.max_bytes).read_bytes().decode("utf-8-sig")
 
 
 def _find_params(request: Request) -> Params | None:

@@ -150,6 +150,8 @@ def test_read_labels__by_name_and_in_order(folder):
     assert read_labels(file, named, folder).tolist() == [3, 7]
     file.write_text('"a b, c.png",3\n ,"ä  d.png","7",\n')  # as tables are written in CSV
     assert read_labels(file, named, folder).tolist() == [3, 7]
+    file.write_text("b.png 3\ndeep/c.png 7\n", "utf-8-sig")  # with a byte order mark
+    assert read_labels(file, images, folder).tolist() == [3, 7]
     file.write_text("b.png 3\n7\n")
     with pytest.raises(rq.DataError, match="has no labels"):
         read_labels(file, images, folder)

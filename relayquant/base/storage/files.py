@@ -308,14 +308,16 @@ def parse_finite(text: str) -> float:
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """Read a UTF-8 text file inside `reading`. ValueError if it is larger than `max_bytes`."""
+    """Read a UTF-8 text file inside `reading`, without the byte order mark that editors of Windows
+    write. ValueError if it is larger than `max_bytes`.
+    """
     if path.is_dir():
         raise ValueError("it is a folder")
     with path.open("rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise ValueError(f"it has more than {format_count(max_bytes, 'byte')}")
-    return data.decode("utf-8")
+    return data.decode("utf-8-sig")
 
 
 #: File name ending of the archives that `module_file` writes.

@@ -78,7 +78,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
 def read_input() -> str:
     """Read a prompt from standard input, without the end of its last line."""
     with reading("Standard input", "UTF-8 text"):
-        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+        return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
 
 
 def check_library(options: argparse.Namespace) -> None:
