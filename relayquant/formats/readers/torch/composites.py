@@ -8,6 +8,7 @@ a case it cannot write, and the operator is then refused by name.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,70 @@ def write_cdist(first: Any, second: Any, p: float, _compute_mode: int | None = N
     if p == 0:
         return distance.ne(0).sum(-1).to(distance.dtype)
     return torch.linalg.vector_norm(distance, p, -1)
+
+
+def write_convolution(
+    data: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: Any,
+) -> Any:
+    """Write a convolution with a run-time number of groups, weights (groups * m, k, ...) and data
+    (n, groups * k, ...), as a batched product: (groups, m, k * taps) @ (n, groups, k * taps,
+    places).
+
+    The weights of each sample of a batch are often computed so (CondConv, StyleGAN, trackers). A
+    transposed one is a convolution of the data with zeros between its elements.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if not isinstance(groups, torch.SymInt):
+        return NotImplemented
+    taps, rank = weight.shape[2:], data.dim() - 2
+    if transposed:
+        # (groups * k, m, ...) -> (groups * m, k, ...), mirrored
+        count, outputs = data.shape[1] // groups, weight.shape[1]
+        weight = weight.reshape(groups, count, outputs, *taps).transpose(1, 2)
+        weight = weight.flip([*range(3, 3 + rank)]).reshape(groups * outputs, count, *taps)
+        for axis, step in enumerate(stride, 2):
+            apart = torch.constant_pad_nd(
+                data.unsqueeze(axis + 1), [0, 0] * (rank + 1 - axis) + [0, step - 1]
+            )
+            data = apart.flatten(axis, axis + 1).narrow(axis, 0, (data.shape[axis] - 1) * step + 1)
+        around = [d * (k - 1) - p for d, k, p in zip(dilation, taps, padding, strict=True)]
+        ends = [(low, low + more) for low, more in zip(around, output_padding, strict=True)]
+        stride = [1] * rank
+    else:
+        ends = [(p, p) for p in padding]
+    data = torch.constant_pad_nd(data, [size for pair in reversed(ends) for size in pair])
+    outputs, count = weight.shape[0] // groups, weight.shape[1]
+    sizes = [
+        (size - d * (k - 1) - 1) // s + 1
+        for size, d, k, s in zip(data.shape[2:], dilation, taps, stride, strict=True)
+    ]
+    columns = [
+        data[
+            (
+                ...,
+                *(
+                    slice(at * d, at * d + (size - 1) * s + 1, s)
+                    for at, d, s, size in zip(place, dilation, stride, sizes, strict=True)
+                ),
+            )
+        ]
+        for place in itertools.product(*map(range, taps))
+    ]
+    column = torch.stack(columns, 2).reshape(
+        len(data), groups, count * len(columns), math.prod(sizes)
+    )
+    rows = weight.reshape(groups, outputs, count * len(columns))
+    result = torch.matmul(rows, column).reshape(len(data), groups * outputs, *sizes)
+    return result if bias is None else result + bias.reshape(-1, *[1] * rank)
 
 
 def write_copysign(data: Any, sign: Any) -> Any:
@@ -364,6 +429,7 @@ COMPOSITES: dict[str, Composite] = {
     "bucketize.Scalar": write_bucketize,
     "_cdist_forward.default": write_cdist,
     "constant_pad_nd.default": write_pad,
+    "convolution.default": write_convolution,
     "copysign.Tensor": write_copysign,
     "copysign.Scalar": write_copysign,
     "erfc.default": write_erfc,

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tvm
+import tvm_ffi
 from tvm import relax
 
 from relayquant.formats.readers.indices import count_from_start, gather_elements, scatter_elements
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.formats.readers.torch.arguments import read_arguments
-from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.graph import static_size, tensor_dtype, tensor_shape
 
 
 def convert_index(node: Any, importer: Any) -> relax.Expr:
@@ -115,8 +117,7 @@ def convert_slice_scatter(node: Any, importer: Any) -> relax.Expr:
 def convert_index_put(node: Any, importer: Any) -> relax.Expr:
     """Convert x[i, :, j] = values to R.scatter_nd, and x[mask] = number to R.where.
 
-    The indexed axes are moved to the front and back. With accumulate, values are added. An index of
-    symbolic size is left to TVM.
+    The indexed axes are moved to the front and back. With accumulate, values are added.
 
     Raises:
         Refusal: a mask with several values or with other indices.
@@ -132,12 +133,9 @@ def convert_index_put(node: Any, importer: Any) -> relax.Expr:
         after = data.ty.ndim - first - mask.ty.ndim
         mask = emit(relax.op.expand_dims(mask, [*range(-after, 0)])) if after else mask
         return emit(relax.op.where(mask, updates, data))
-    shapes = [find_static_shape(index) for index in given]
-    if tensor_shape(data) is None or None in shapes:
-        return importer._index_put(node)
     sizes = list(data.ty.shape.values)
-    points = np.broadcast_shapes(*shapes)
-    if 0 in points:  # TVM compiles no R.scatter_nd of no values
+    points = broadcast_sizes([index.ty.shape.values for index in given])
+    if 0 in map(static_size, points):  # TVM compiles no R.scatter_nd of no values
         return data
     given = [
         emit(relax.op.broadcast_to(count_from_start(importer.block_builder, index, size), points))
@@ -187,7 +185,7 @@ def convert_scatter(node: Any, importer: Any) -> relax.Expr:
     points.
 
     Raises:
-        Refusal: it is a mean of integers, or a size is symbolic.
+        Refusal: it is a mean of integers.
     """
     operand, dim, index, source = read_arguments(node, "self", "dim", "index", "src")
     kind, is_included = ("sum" if "add" in str(node.target) else "last"), True
@@ -197,8 +195,8 @@ def convert_scatter(node: Any, importer: Any) -> relax.Expr:
     dtype, emit = tensor_dtype(data), importer.block_builder.emit
     if kind == "mean" and not dtype.startswith("float"):
         raise Refusal(f"it takes the mean of {dtype}; supported: floats")
-    sizes = find_sizes(places, "index")
-    if find_sizes(updates, "src") != sizes:
+    sizes = places.ty.shape.values
+    if not tvm_ffi.structural_equal(updates.ty.shape.values, sizes):
         axes, zeros, ones = ([*range(len(sizes))], [0] * len(sizes), [1] * len(sizes))
         cut = relax.op.strided_slice(updates, axes, zeros, list(sizes), ones, assume_inbound=True)
         updates = emit(cut)
@@ -206,7 +204,8 @@ def convert_scatter(node: Any, importer: Any) -> relax.Expr:
     def scatter(into: relax.Expr, what: relax.Expr) -> relax.Expr:
         bb = importer.block_builder
         if not is_included:
-            neutral = relax.const(np.full(sizes, find_neutral(kind, dtype), dtype), dtype)
+            number = relax.const(find_neutral(kind, dtype), dtype)
+            neutral = emit(relax.op.broadcast_to(number, places.ty.shape))
             into = scatter_elements(bb, into, places, sizes, neutral, int(dim), REDUCTIONS["last"])
         return scatter_elements(bb, into, places, sizes, what, int(dim), REDUCTIONS[kind])
 
@@ -227,11 +226,13 @@ def find_neutral(kind: str, dtype: str) -> float:
     return np.iinfo(dtype).max if sign > 0 else np.iinfo(dtype).min
 
 
-def find_static_shape(value: relax.Expr) -> tuple[int, ...] | None:
-    """Return the shape of a tensor, or None if a size is symbolic or unknown."""
-    shape = tensor_shape(value)
-    sizes = [size for size in shape or () if isinstance(size, int)]
-    return None if shape is None or len(sizes) < len(shape) else tuple(sizes)
+def broadcast_sizes(shapes: list[Sequence[Any]]) -> list[Any]:
+    """Return the shape that the shapes of indices broadcast to. Sizes that are not 1 are equal, as
+    PyTorch checked at the export.
+    """
+    rank = max(map(len, shapes))
+    columns = zip(*([1] * (rank - len(shape)) + [*shape] for shape in shapes), strict=True)
+    return [next((size for size in column if static_size(size) != 1), 1) for column in columns]
 
 
 def find_size(value: relax.Expr, axis: int) -> int | None:
@@ -246,7 +247,7 @@ def find_sizes(value: relax.Expr, what: str) -> tuple[int, ...]:
     Raises:
         Refusal: a size is symbolic.
     """
-    shape = find_static_shape(value)
-    if shape is None:
+    shape = tensor_shape(value)
+    if shape is None or not all(isinstance(size, int) for size in shape):
         raise Refusal(f"its {what} has a symbolic size; supported: fixed sizes")
-    return shape
+    return tuple(map(int, shape))

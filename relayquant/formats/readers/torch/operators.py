@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import numpy as np
+import tvm_ffi
 from tvm import relax
 
 from relayquant.formats.readers.elu import emit_elu, scalar
@@ -157,6 +158,18 @@ def convert_group_norm(node: Any, importer: Any) -> relax.Expr:
     return importer.block_builder.emit(value)
 
 
+def convert_view(node: Any, importer: Any) -> relax.Expr:
+    """Convert view and reshape to R.reshape, and to nothing where the sizes stay.
+
+    TVM's frontend compares the sizes with ==, which raises for two symbolic ones.
+    """
+    data, sizes = importer.retrieve_args(node)
+    shape = importer.shape_of(data)
+    if shape is not None and tvm_ffi.structural_equal([*shape], [*sizes]):
+        return data
+    return importer._emit_torch_reshape(data, sizes)
+
+
 def convert_cumsum(node: Any, importer: Any) -> relax.Expr:
     """Convert cumsum(x, dim, dtype) to R.cumsum in the result's dtype: integers are summed as
     int64.
@@ -303,6 +316,7 @@ OPERATORS: dict[str, Convert] = {
     "_embedding_bag.default": convert_embedding_bag,
     "grid_sampler_2d.default": convert_grid_sample,
     "native_group_norm.default": convert_group_norm,
+    **dict.fromkeys(("view.default", "reshape.default"), convert_view),
     "cumsum.default": convert_cumsum,
     "prod.dim_int": convert_prod,
     **dict.fromkeys(SHIFTS, convert_shift),

@@ -1,0 +1,121 @@
+"""Operators of PyTorch on axes of free sizes: one compiled module computes what PyTorch computes,
+for several sizes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import relayquant as rq
+from relayquant.formats.readers import import_torch
+
+torch = pytest.importorskip("torch", reason="pip install torch")
+
+functional = torch.nn.functional
+
+KINDS = ("sum", "prod", "mean", "amax", "amin")
+
+
+def assert_same_for_all_sizes(function, make, axes):
+    """`make(n, l)` gives the inputs; `axes` names the free axes of each: {axis: "n" or "l"}."""
+
+    class Module(torch.nn.Module):
+        def forward(self, *args):
+            return function(*args)
+
+    free = {"n": torch.export.Dim("n", max=16), "l": torch.export.Dim("l", min=4, max=32)}
+    shapes = (tuple({axis: free[name] for axis, name in each.items()} for each in axes),)
+    program = torch.export.export(Module(), make(3, 8), dynamic_shapes=shapes)
+    mod, _ = import_torch(program)
+    executor = rq.Executor(rq.compile(mod))
+    for sizes in ((3, 8), (1, 5), (7, 11)):
+        arrays = [tensor.numpy() for tensor in make(*sizes)]
+        expected = function(*map(torch.from_numpy, arrays)).numpy()
+        for (got,) in (rq.reference.run(mod, arrays), executor.run("main", arrays)):
+            assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def draw(*shape):
+    return torch.from_numpy(np.random.default_rng(shape).normal(size=shape).astype("float32"))
+
+
+def draw_places(count, *shape):
+    return torch.from_numpy(np.random.default_rng(shape).integers(0, count, shape))
+
+
+def convolve(rank, **settings):
+    """A convolution of each sample by weights of its own: as many groups as samples."""
+    is_transposed = settings.pop("transposed", False)
+    name = f"conv_transpose{rank}d" if is_transposed else f"conv{rank}d"
+
+    def compute(x, factors):
+        sizes = (2, 4) if is_transposed else (4, 2)
+        table = draw(*sizes, *(3, 2, 1)[:rank])
+        weights = table * factors[:, None].reshape(-1, *[1] * (2 + rank))
+        y = getattr(functional, name)(
+            x.reshape(1, -1, *x.shape[2:]),
+            weights.flatten(0, 1),
+            None if is_transposed else factors.repeat_interleave(4),
+            groups=x.shape[0],
+            **settings,
+        )
+        return y.reshape(x.shape[0], 4, *y.shape[2:])
+
+    return compute
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"stride": 2, "padding": 1},
+        {"dilation": 2, "padding": 2},
+        {"transposed": True},
+        {"transposed": True, "stride": 2, "padding": 1, "output_padding": 1},
+        {"transposed": True, "dilation": 2, "padding": 0},
+    ],
+)
+def test_convolution__of_as_many_groups_as_samples(rank, settings):
+    assert_same_for_all_sizes(
+        convolve(rank, **settings),
+        lambda n, _: (draw(n, 2, *(7, 6, 5)[:rank]), draw(n)),
+        [{0: "n"}, {0: "n"}],
+    )
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("is_included", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scatter_reduce__of_free_sizes(kind, is_included):
+    """The index is smaller than its source."""
+    assert_same_for_all_sizes(
+        lambda x, i, s: x.scatter_reduce(1, i[:, :3], s, kind, include_self=is_included),
+        lambda n, length: (draw(n, 5), draw_places(5, n, length), draw(n, length)),
+        [{0: "n"}, {0: "n", 1: "l"}, {0: "n", 1: "l"}],
+    )
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, i: x.index_add(1, i[0], x[:, i[0]]),
+        lambda x, i: x.new_zeros(6, 6).index_add(0, i[:, 1], x),
+        lambda x, i: torch.ops.aten.index_put(x, [None, i[0]], torch.tensor(2.0)),
+        lambda x, i: torch.ops.aten.index_put(
+            x, [torch.arange(x.shape[0])[:, None], i], torch.tensor(2.0), True
+        ),
+        lambda x, i: torch.zeros_like(x).scatter(1, x.topk(2, 1)[1], x) + i[:, 0, None],
+    ],
+    ids=["add columns", "add rows", "put columns", "add points", "scatter"],
+)
+def test_writes_by_index__of_free_sizes(function):
+    assert_same_for_all_sizes(
+        function,
+        lambda n, length: (draw(n, 6), draw_places(6, n, length)),
+        [{0: "n"}, {0: "n", 1: "l"}],
+    )
