@@ -6,7 +6,8 @@ TVM takes two sizes as equal where it cannot tell. It makes a view of memory of 
 loop nests read as many elements as one of the operands or the result has. So elements would be left
 out in silence, or read from memory of others.
 
-Inputs have sizes, and R.match_cast reads some at run time. These are two steps of `passes`:
+Inputs have sizes, and R.match_cast reads some at run time or compares them. A later pass of TVM
+takes sizes that are compared as one, and drops the comparison. These are two steps of `passes`:
 operators are found before they are fused. Checks are added after that, each one where the last of
 its sizes becomes known: in the function, or in the branch that has the operator.
 """
@@ -25,10 +26,10 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from relayquant.codegen.checks.shape_rules import RULES, read_shapes
+from relayquant.codegen.checks.shape_rules import RULES, format_shape, read_shapes
 from relayquant.ir.rewrite.expressions import assume_sizes
 from relayquant.ir.rewrite.graph import call_name
-from relayquant.ir.rewrite.inline import substitute
+from relayquant.ir.rewrite.inline import list_dimensions, substitute
 
 #: Where a sequence of bindings stands: the name of its function, then the value of each If around
 #: it, how many times the sequence had the name before, and the branch that is taken.
@@ -58,8 +59,9 @@ def find_shape_checks(mod: tvm.IRModule) -> Mapping[Place, Sequence[ShapeCheck]]
     for gv, func in mod.functions_items():
         if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
             analyzer = assume_sizes(list_input_sizes(func))
+            known = {size: size for param in func.params for size in list_sizes(param.ty)}
             for place, binding in list_places((gv.name_hint,), func.body):
-                check = find_shape_check(binding, analyzer)
+                check = find_shape_check(binding, analyzer, known)
                 if check is not None:
                     found.setdefault(place, []).append(check)
     return found
@@ -98,26 +100,46 @@ def list_input_sizes(func: relax.Function) -> list[tirx.Var]:
     return [size for ty in tensors for size in list_sizes(ty)]
 
 
-def find_shape_check(binding: relax.Binding, analyzer: Analyzer) -> ShapeCheck | None:
-    """Return what has to hold at run time for the shapes of a call, and is not known. None:
+def find_shape_check(
+    binding: relax.Binding, analyzer: Analyzer, known: dict[tirx.Var, Any]
+) -> ShapeCheck | None:
+    """Return what has to hold at run time for the shapes of a value, and is not known. None:
     nothing.
+
+    `known` has each size that is bound before, in sizes that passes keep. A match_cast adds its
+    own.
     """
-    call = binding.value
-    rule = RULES.get(call_name(call)) if isinstance(call, Call) else None
-    shapes = None if rule is None else read_shapes(call)
-    if rule is None or shapes is None:
+    if isinstance(binding, relax.MatchCast):
+        conditions = compare_sizes(binding, known)
+        text = f"which must be {format_shape(list_dimensions(binding.ty))}"
+    else:
+        call = binding.value
+        rule = RULES.get(call_name(call)) if isinstance(call, Call) else None
+        shapes = None if rule is None else read_shapes(call)
+        if rule is None or shapes is None:
+            return None
+        conditions = [substitute(each, known) for each in rule.list_conditions(shapes)]
+        text = rule.text(shapes)
+    # TVM compares numbers itself.
+    open_ = [each for each in conditions if find_sizes(each) and not analyzer.can_prove(each)]
+    if not open_:
         return None
-    conditions = [
-        each
-        for each in rule.list_conditions(shapes)
-        # TVM compares numbers itself.
-        if find_sizes(each) and not analyzer.can_prove(each)
-    ]
-    if not conditions:
-        return None
-    fits = tirx.all(*conditions)
-    text = f"{binding.var.name!r}, {rule.text(shapes)}"
+    fits = tirx.all(*open_)
+    text = f"{binding.var.name!r}, {text}"
     return ShapeCheck(binding.var.name, text, fits, find_sizes(fits))
+
+
+def compare_sizes(cast: relax.MatchCast, known: dict[tirx.Var, Any]) -> list[Any]:
+    """Return what a match_cast of a value of known shape compares. Its new sizes become known."""
+    given = [substitute(size, known) for size in list_dimensions(cast.value.ty)]
+    wanted = list_dimensions(cast.ty)
+    for size, value in zip(wanted, given, strict=False):
+        if isinstance(size, tirx.Var):
+            known.setdefault(size, value)
+    known.update({size: size for size in list_sizes(cast.ty) if size not in known})
+    return [
+        tirx.EQ(value, substitute(size, known)) for size, value in zip(wanted, given, strict=False)
+    ]
 
 
 def find_sizes(condition: Any) -> tuple[tirx.Var, ...]:

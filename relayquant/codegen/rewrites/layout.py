@@ -16,6 +16,7 @@ from relayquant.codegen.lowering.floating import CONV_LAYOUT, CONV_TRANSPOSE_LAY
 from relayquant.codegen.rewrites.layout_exceptions import convert_with_exceptions
 from relayquant.codegen.rewrites.moved_quantization import MOVED_QUANTIZATION, read_axes
 from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
+from relayquant.ir.rewrite.casts import canonicalize_bindings
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
 from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.walker import tidy_module
@@ -55,7 +56,7 @@ def convert_layout(mod: IRModule) -> IRModule:
         mod = apply_rules(mod, [TRANSPOSE_OF_CONSTANT])
     if not any(op_name(binding.value) in UNFOLDED for binding in bindings) and has_constants(mod):
         mod = relax.transform.FoldConstant()(mod)
-    mod = relax.transform.CanonicalizeBindings()(mod)
+    mod = canonicalize_bindings(mod)
     if not is_one_block(mod):
         return mod
     return tidy_module(apply_rules(mod, TRANSPOSE_RULES))

@@ -13,13 +13,13 @@ from tvm import relax, tirx
 from tvm.ir import Call, IRModule, Op, Type
 
 from relayquant.codegen.lowering.floating import read_conv2d_transpose
+from relayquant.ir.rewrite.casts import CALL_PACKED, hide_cast, show_cast
 from relayquant.ir.rewrite.expressions import is_float32, op_name, read_scalar
 from relayquant.ir.rewrite.rule import Skip
 
 #: binding -> its replacements, in order; the last one binds the same variable
 Rewrite = Callable[[relax.Binding], Sequence[relax.Binding]]
 
-CALL_PACKED = "relax.call_pure_packed"
 #: prefix of the names under which calls are hidden
 HIDDEN = "relayquant.hidden."
 #: Operators legalized in one layout only, or whose result (a tuple or of another rank) fails the
@@ -44,27 +44,28 @@ def convert_with_exceptions(mod: IRModule, layouts: Mapping[str, Sequence[str]])
     keep its layout is hidden: y = f(x) -> y = call_pure_packed("relayquant.hidden.0", x) -> (after
     the pass) y = f(x). match_cast is hidden too, since the pass forgets to replace its operand.
     """
-    hidden: list[Call | relax.MatchCast] = []
+    hidden: list[Call] = []
 
     def hide(binding: relax.Binding) -> Sequence[relax.Binding]:
-        call, is_cast = binding.value, isinstance(binding, relax.MatchCast)
-        if not is_cast and not keeps_layout(call):
+        call = binding.value
+        if isinstance(binding, relax.MatchCast):
+            return [relax.VarBinding(binding.var, hide_cast(binding))]
+        if not keeps_layout(call):
             return split_clip(binding)
         name = relax.ExternFunc(f"{HIDDEN}{len(hidden)}")
-        hidden.append(binding if is_cast else call)
-        args, ty = ([call], binding.ty) if is_cast else (call.args, call.ty)
-        packed = Call(Op.get(CALL_PACKED), [name, *args], None, [ty])
+        hidden.append(call)
+        packed = Call(Op.get(CALL_PACKED), [name, *call.args], None, [call.ty])
         return [relax.VarBinding(binding.var, packed)]
 
     def show(binding: relax.Binding) -> Sequence[relax.Binding]:
         call = binding.value
+        if cast := show_cast(binding):
+            return [cast]
         callee = call.args[0] if op_name(call) == CALL_PACKED else None
         name = callee.global_symbol if isinstance(callee, relax.ExternFunc) else ""
         if not name.startswith(HIDDEN):
             return turn_resize(binding)
         old = hidden[int(name.removeprefix(HIDDEN))]
-        if isinstance(old, relax.MatchCast):
-            return [relax.MatchCast(binding.var, call.args[1], old.ty)]
         return [rebind(binding, Call(old.op, call.args[1:], old.attrs, old.ty_args))]
 
     hiding = rewrite_bindings(rewrite_bindings(mod, pin_output), hide)

@@ -13,6 +13,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.ir.rewrite.casts import canonicalize_bindings
 from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.function import define_function, find_free_name
 from relayquant.ir.rewrite.graph import Graph, call_name, free_vars
@@ -268,13 +269,7 @@ def tidy_module(mod: tvm.IRModule) -> tvm.IRModule:
     Types were inferred when the values were bound. `check_stage` infers them once more, at the end
     of a stage.
     """
-    passes = tvm.transform.Sequential(
-        [
-            relax.transform.CanonicalizeBindings(),
-            relax.transform.DeadCodeElimination(["main"]),
-        ]
-    )
-    mod = passes(mod)
+    mod = relax.transform.DeadCodeElimination(["main"])(canonicalize_bindings(mod))
     relax.analysis.well_formed(mod, check_ty=False)
     return mod
 

@@ -118,6 +118,30 @@ def multiply(builder, params, names):
     return relax.op.matmul(*params)
 
 
+def match(shape):
+    """The last parameter must have this shape; the first one is added."""
+
+    def compute(builder, params, names):
+        ty = relax.TensorType([names.get(size, size) for size in shape], "float32")
+        data = builder.match_cast(params[-1], ty, "y_cast")
+        return relax.op.add(params[0], data) if len(params) > 1 else relax.op.exp(data)
+
+    return compute
+
+
+def match_unread(builder, params, names):
+    """As `match`, but nothing reads the second parameter."""
+    shape = builder.emit(relax.op.shape_of(params[1]))
+    builder.match_cast(shape, relax.ShapeType([names["n"], 4]), "y_cast")
+    return relax.op.exp(params[0])
+
+
+def reshape_renamed(builder, params, names):
+    """Size k is another name of n, which passes take away."""
+    data = builder.match_cast(params[0], relax.TensorType([names["k"], 4], "float32"))
+    return relax.op.reshape(builder.emit(relax.op.exp(data)), (2, 8))
+
+
 #: Shapes of the parameters, what is computed, numpy's form, inputs that fit, inputs that do not.
 #: An input is a shape, or the values.
 MATCHED = {
@@ -155,6 +179,35 @@ MATCHED = {
         lambda x: np.broadcast_to(x, (3, 4)),
         [((4,),)],
         [((3,),), ((5,),)],
+    ),
+    "sizes of two inputs": (
+        [("n", 4), ("m", 4)],
+        match(("n", 4)),
+        np.add,
+        [((3, 4), (3, 4)), ((0, 4), (0, 4))],
+        [((3, 4), (2, 4)), ((2, 4), (3, 4)), ((3, 4), (1, 4))],
+    ),
+    "sizes of an input that nothing reads": (
+        [("n", 4), ("m", 4)],
+        match_unread,
+        lambda x, y: np.exp(x),
+        [((3, 4), (3, 4))],
+        [((3, 4), (2, 4)), ((2, 4), (3, 4))],
+    ),
+    "a square of a known size": (
+        [("n", "m")],
+        match(("n", "n")),
+        np.exp,
+        [((3, 3),)],
+        [((3, 4),), ((4, 3),)],
+    ),
+    "a square of a new size": ([("n", "m")], match("kk"), np.exp, [((3, 3),)], [((3, 4),)]),
+    "reshape of a size with two names": (
+        [("n", 4)],
+        reshape_renamed,
+        lambda x: np.exp(x).reshape(2, 8),
+        [((4, 4),)],
+        [((3, 4),), ((5, 4),)],
     ),
     "product": (
         [(3, "n"), ("m", 2)],

@@ -349,6 +349,30 @@ def test_rewrite__match_cast_stays():
     assert isinstance(block.bindings[0], relax.MatchCast)
 
 
+def test_rewrite__match_cast_that_compares_sizes_of_inputs_stays():
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor(("n", 4), "float32"), y: R.Tensor(("m", 4), "float32")):
+            n = T.int64()
+            k = T.int64()
+            with R.dataflow():
+                a = R.match_cast(y, R.Tensor((n, 4), "float32"))
+                b = R.match_cast(x, R.Tensor((k, 4), "float32"))
+                c = R.add(a, b)
+                R.output(c)
+            return c
+
+    func = rewrite_main(Module, copy_binding)["main"]
+    cast, total = func.body.blocks[0].bindings
+    (n, _), (m, _) = (param.ty.shape for param in func.params)
+    assert isinstance(cast, relax.MatchCast)
+    assert not n.same_as(m)
+    assert cast.ty.shape[0].same_as(n)
+    assert total.value.args[1].same_as(func.params[0])  # k is n: nothing is compared
+    assert total.var.ty.shape[0].same_as(n)
+
+
 def test_rewrite__what_reads_nothing_new_is_taken_over_as_it_is():
     """No type is inferred again of bindings before the first one that changes."""
     mod = dotted_module()

@@ -1,0 +1,101 @@
+"""Module -> the same module in one form, by TVM's CanonicalizeBindings, with every R.match_cast
+that compares sizes.
+
+The pass takes two sizes as one where a match_cast compares them, and drops the match_cast, also
+where both are sizes of inputs. Then inputs of other sizes would be read as if they had these. So a
+match_cast is hidden from it:
+
+    y = match_cast(x, type)  ->  y = call_pure_packed("relayquant.match_cast", x, ty_args=type)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.ir import Call, Op
+
+from relayquant.ir.rewrite.expressions import list_bindings, op_name, same_extents
+from relayquant.ir.rewrite.inline import list_dimensions
+
+CALL_PACKED = "relax.call_pure_packed"
+#: Name of the packed function that stands for a match_cast.
+HIDDEN = "relayquant.match_cast"
+
+
+def canonicalize_bindings(mod: tvm.IRModule) -> tvm.IRModule:
+    """Remove bindings that only name another value, and names that a match_cast gives to sizes
+    that have one. A match_cast that compares sizes stays as it is.
+
+    main(x: (n, 4)): y = match_cast(x, (k, 4)); z = f(y)  ->  main(x: (n, 4)): z = f(x)
+    """
+    functions = (func for _, func in mod.functions_items() if isinstance(func, relax.Function))
+    renames = {var for func in functions for var in find_renames(func)}
+
+    def hide(cast: relax.MatchCast) -> relax.Binding:
+        if cast.var in renames:
+            return cast
+        return relax.VarBinding(cast.var, hide_cast(cast))
+
+    def show(binding: relax.VarBinding) -> relax.Binding:
+        return show_cast(binding) or binding
+
+    hidden = map_bindings(mod, relax.MatchCast, hide)
+    result = relax.transform.CanonicalizeBindings()(hidden)
+    return result if hidden is mod else map_bindings(result, relax.VarBinding, show)
+
+
+def find_renames(func: relax.Function) -> set[relax.Var]:
+    """Find what is bound by a match_cast that compares nothing: its sizes are new or the same."""
+    defined = relax.analysis.definable_tir_vars_in_type
+    known = {size for param in func.params for size in defined(param.ty)}
+    found = set()
+    for cast in list_bindings(func):
+        if isinstance(cast, relax.MatchCast):
+            if only_renames(list_dimensions(cast.value.ty), list_dimensions(cast.ty), known):
+                found.add(cast.var)
+            known.update(defined(cast.ty))
+    return found
+
+
+def only_renames(given: list, wanted: list, known: set[tirx.Var]) -> bool:
+    """Whether sizes become the wanted ones by names that are not known yet."""
+    changed = [
+        new for old, new in zip(given, wanted, strict=False) if not same_extents([old], [new])
+    ]
+    return (
+        len(given) == len(wanted) > 0
+        and all(isinstance(size, tirx.Var) for size in changed)
+        and len(known.union(changed)) == len(known) + len(changed)
+    )
+
+
+def map_bindings(mod: tvm.IRModule, kind: type, change: Callable[[Any], Any]) -> tvm.IRModule:
+    """Change each binding of a kind, also in branches. Return `mod` itself if none changes."""
+    functions = {
+        var: tvm_ffi.structural_map(func, (kind, change))
+        if isinstance(func, relax.Function)
+        else func
+        for var, func in mod.functions_items()
+    }
+    if all(func.same_as(mod[var]) for var, func in functions.items()):
+        return mod
+    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def hide_cast(cast: relax.MatchCast) -> relax.Expr:
+    """Make the call that stands for a cast."""
+    packed = Call(Op.get(CALL_PACKED), [relax.ExternFunc(HIDDEN), cast.value], None, [cast.ty])
+    return relax.BlockBuilder().normalize(packed)
+
+
+def show_cast(binding: relax.Binding) -> relax.MatchCast | None:
+    """Return the cast for which a binding stands. None: it is no `hide_cast`."""
+    call = binding.value
+    callee = call.args[0] if op_name(call) == CALL_PACKED else None
+    if not isinstance(callee, relax.ExternFunc) or callee.global_symbol != HIDDEN:
+        return None
+    return relax.MatchCast(binding.var, call.args[1], call.ty_args[0])
