@@ -26,7 +26,7 @@ def legalize_division(builder: relax.BlockBuilder, call: Call) -> Any:
     if name == "relax.divide" and is_float and divisor is not None and not divisor.any():
         return divide_by_zero(builder, call, divisor)
     kept = is_float and name in ("relax.divide", "relax.mod")
-    if kept or dtype == "bool" or is_harmless(divisor, is_float):
+    if kept or dtype == "bool" or (not is_float and is_harmless(divisor)):
         return legalize_as_tvm(builder, call)
     divide = divide_floats if is_float else divide_integers
 
@@ -42,15 +42,12 @@ def divide_by_zero(builder: relax.BlockBuilder, call: Call, divisor: np.ndarray[
     return builder.call_te(topi.multiply, call.args[0], factor, primfunc_name_hint="divide")
 
 
-def is_harmless(divisor: np.ndarray[Any, Any] | None, is_float: bool) -> bool:
-    """Whether TVM's division by these constant divisors is right for all dividends.
-
-    Integers: no divisor is 0 or -1. Floats: every divisor is a power of 2, so quotients are exact.
+def is_harmless(divisor: np.ndarray[Any, Any] | None) -> bool:
+    """Whether TVM's division by these constant integers is right for all dividends: none is 0 or
+    -1.
     """
     if divisor is None:
         return False
-    if is_float:
-        return bool((np.abs(np.frexp(divisor)[0]) == 0.5).all())
     return bool(((divisor != 0) & (divisor != np.array(-1).astype(divisor.dtype))).all())
 
 

@@ -83,3 +83,24 @@ def test_floats__by_zero(name, zero, is_constant):
         else:
             compiled, _ = run_compiled(divide, data, zeros)
     np.testing.assert_array_equal(compiled, expected)
+
+
+@pytest.mark.parametrize("is_constant", [False, True])
+@pytest.mark.parametrize("divisor", [2.0, -2.0, 0.5, 3.0])
+@pytest.mark.parametrize("name", ["floor_divide", "floor_mod"])
+def test_floats__limits(name, divisor, is_constant):
+    """Infinity has no quotient. The half of the smallest number is no -0 when it is rounded
+    down.
+    """
+    data, divide = (
+        np.array([np.inf, -np.inf, np.nan, 1e-45, -1e-45], "float32"),
+        getattr(relax.op, name),
+    )
+    divisors = np.full(5, divisor, "float32")
+    with np.errstate(all="ignore"):
+        expected = getattr(np, name.replace("floor_mod", "mod"))(data, divisors)
+    if is_constant:
+        compiled, _ = run_compiled(lambda x: divide(x, relax.const(divisor, "float32")), data)
+    else:
+        compiled, _ = run_compiled(divide, data, divisors)
+    np.testing.assert_array_equal(compiled, expected)
