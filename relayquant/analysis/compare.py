@@ -160,9 +160,7 @@ def compare_modules(
     float_run = EagerModule(expose_values(prepared, names))
     quantized_run = load_module(expose_values(quantized, names))
     isolated = IsolatedOperators(graph, ledger, rows, load_module)
-    total = {name: ErrorSums() for name in names}
-    alone: dict[str, ErrorSums] = {}
-    saturated = dict.fromkeys(names, 0)
+    errors = {row.name: ValueErrors(row, tensor_dtype(graph.vars[row.name])) for row in rows}
     samples, gaps = 0, GapSums()
     params = [param.name for param in graph.func.params]
     interface = Interface.of(quantized)
@@ -175,34 +173,47 @@ def compare_modules(
         expected = dict(zip(names, floats, strict=False))
         got = dict(zip(names, results, strict=False))
         for row in rows:
-            saturated[row.name] += count_saturated(expected[row.name], row)
             real = to_real(got[row.name], row)
-            total[row.name] = total[row.name].update(expected[row.name], real)
+            errors[row.name].update(expected[row.name], real)
             if watch is not None:
                 watch(row, expected[row.name], real)
         for name, value in isolated.run({**batch, **expected}):
-            alone[name] = alone.get(name, ErrorSums()).update(expected[name], value)
+            errors[name].update_alone(expected[name], value)
         samples += count_samples(batch)
     return CompareReport(
-        tuple(
-            CompareRow(
-                row.name,
-                row.op,
-                row.quantized,
-                total[row.name].sqnr,
-                alone[row.name].sqnr if row.name in alone else None,
-                total[row.name].cosine,
-                total[row.name].largest,
-                total[row.name].mean,
-                saturated[row.name] / max(total[row.name].count, 1)
-                if tensor_dtype(graph.vars[row.name]) in INTEGER_LIMITS
-                else None,
-            )
-            for row in rows
-        ),
-        samples,
-        tuple(gaps.gaps),
+        tuple(each.make_row() for each in errors.values()), samples, tuple(gaps.gaps)
     )
+
+
+class ValueErrors:
+    """Sums over all batches of the errors of one value."""
+
+    def __init__(self, row: LedgerRow, dtype: str) -> None:
+        self.row, self.is_integer = row, dtype in INTEGER_LIMITS
+        self.total, self.alone, self.saturated = ErrorSums(), None, 0
+
+    def update(self, expected: np.ndarray, real: np.ndarray) -> None:
+        """Add a batch of the float model and of the integer model, in real units."""
+        self.saturated += count_saturated(expected, self.row)
+        self.total = self.total.update(expected, real)
+
+    def update_alone(self, expected: np.ndarray, value: np.ndarray) -> None:
+        """Add what the operator gives of the float model's operands."""
+        self.alone = (self.alone or ErrorSums()).update(expected, value)
+
+    def make_row(self) -> CompareRow:
+        row, total = self.row, self.total
+        return CompareRow(
+            row.name,
+            row.op,
+            row.quantized,
+            total.sqnr,
+            None if self.alone is None else self.alone.sqnr,
+            total.cosine,
+            total.largest,
+            total.mean,
+            self.saturated / max(total.count, 1) if self.is_integer else None,
+        )
 
 
 def has_array(graph: Graph, name: str) -> bool:

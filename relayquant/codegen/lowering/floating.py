@@ -157,6 +157,45 @@ MAKERS: dict[str, Any] = {
 }
 
 
+def read_conv2d(call: Call) -> FloatConv2d | Skip:
+    """Read the specification of a nn.conv2d in the layout of the kernels, for one image.
+
+    Returns:
+        Skip with the reason if no kernel computes it.
+    """
+    data, weight = call.args
+    view = ConvView.of(call)
+    numbers, layouts = view.as_2d(), (view.layout, view.kernel_layout, view.out_layout)
+    if layouts != (*CONV_LAYOUT, CONV_LAYOUT[0]):
+        return Skip(f"layout {'/'.join(layouts)}")
+    if not all(is_float32(e) for e in (data, weight, call)):
+        return decline("not float32 of known rank")
+    shape, kernel = shape_of(data), shape_of(weight)
+    sizes = static_sizes([*shape[1:], *kernel])
+    if sizes is None:
+        return decline("a size other than the batch is symbolic")
+    height, width, channels, outputs, kh, kw, _ = sizes
+    spec = FloatConv2d(
+        1,
+        height,
+        width,
+        channels,
+        outputs,
+        (kh, kw),
+        numbers.strides,
+        numbers.padding,
+        numbers.dilation,
+        numbers.groups,
+    )
+    if min(spec.group_out, outputs) < FEWEST_CHANNELS and not spec.is_depthwise:
+        return decline("too few channels")
+    if min(spec.padding) < 0:
+        return decline("the padding is negative")
+    if min(spec.out_size) < 1:
+        return decline("the result is empty")
+    return spec
+
+
 def read_conv2d_transpose(call: Call) -> FloatConv2dTranspose | Skip:
     """Read the specification of a nn.conv2d_transpose, for one image and in any layout of the data.
 
@@ -274,41 +313,16 @@ def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
     """Lower nn.conv2d in the layout of the kernels."""
     call = context.block.values[root]
     data, weight = call.args
-    view = ConvView.of(call)
-    numbers, layouts = view.as_2d(), (view.layout, view.kernel_layout, view.out_layout)
-    if layouts != (*CONV_LAYOUT, CONV_LAYOUT[0]):
-        return Skip(f"layout {'/'.join(layouts)}")
-    if not all(is_float32(e) for e in (data, weight, root)):
-        return decline("not float32 of known rank")
-    shape, kernel = shape_of(data), shape_of(weight)
-    sizes = static_sizes([*shape[1:], *kernel])
-    if sizes is None:
-        return decline("a size other than the batch is symbolic")
-    height, width, channels, outputs, kh, kw, _ = sizes
-    spec = FloatConv2d(
-        context.symbol(shape[0]),
-        height,
-        width,
-        channels,
-        outputs,
-        (kh, kw),
-        numbers.strides,
-        numbers.padding,
-        numbers.dilation,
-        numbers.groups,
-    )
-    if min(spec.group_out, outputs) < FEWEST_CHANNELS and not spec.is_depthwise:
-        return decline("too few channels")
-    if min(spec.padding) < 0:
-        return decline("the padding is negative")
-    if min(spec.out_size) < 1:
-        return decline("the result is empty")
-    chain = context.follow(root, outputs)
+    spec = read_conv2d(call)
+    if isinstance(spec, Skip):
+        return spec
+    chain = context.follow(root, spec.out_channels)
     concat, epilogue = context.choose_epilogue(chain)
     joined = None
     if spec.is_depthwise:
         data, joined = read_joined_slices(context.block.call_of, data)
-    spec = replace(spec, epilogue=epilogue, joined=joined)
+    batch = context.symbol(shape_of(call.args[0])[0])
+    spec = replace(spec, batch=batch, epilogue=epilogue, joined=joined)
     if context.bf16 is not None and isinstance(weight, GenericConst) and not spec.is_depthwise:
         narrow = read_bf16_conv2d(spec)
         return call_bf16(context, chain, narrow, data, weight.value.numpy(), concat)

@@ -97,32 +97,42 @@ def convolve(
         raise QnnError(
             f"convolution with a {taps} kernel leaves nothing of data {data.shape}.", code="RQ601"
         )
-    windows = iterate_taps(taps, outputs, strides, dilation)
-    shape = (x.shape[0], *outputs)
-    if groups == 1 and per_group * int(np.prod(taps)) <= 1024:
-        # Few channels: one product over all taps is faster than one thin product per tap.
-        columns = np.concatenate([x[(slice(None), *at)] for _, at in windows], axis=-1)
-        result = columns.reshape(-1, columns.shape[-1]) @ w.reshape(-1, out_channels)
-    elif groups == 1:
-        result = np.zeros((int(np.prod(shape)), out_channels), x.dtype)
-        for tap, at in windows:
-            result += x[(slice(None), *at)].reshape(-1, per_group) @ w[tap]
-    elif per_group == 1:
-        # Depthwise: every input channel contributes to out_channels / groups consecutive outputs.
-        result = np.zeros((*shape, groups, out_channels // groups), x.dtype)
-        products = np.empty_like(result)
-        for tap, at in windows:
-            window = x[(slice(None), *at)][..., None]
-            result += np.multiply(window, w[tap].reshape(groups, -1), out=products)
-    else:
-        split = (-1, groups, per_group)
-        result = np.zeros((groups, int(np.prod(shape)), out_channels // groups), x.dtype)
-        for tap, at in windows:
-            column = x[(slice(None), *at)].reshape(split).transpose(1, 0, 2)
-            result += column @ w[tap].reshape(per_group, groups, -1).transpose(1, 0, 2)
-        result = result.transpose(1, 0, 2)
-    result = result.reshape(*shape, out_channels)
+    windows = [
+        (tap, x[(slice(None), *at)]) for tap, at in iterate_taps(taps, outputs, strides, dilation)
+    ]
+    result = add_products(w, windows, groups).reshape(x.shape[0], *outputs, out_channels)
     return permute_layout(result, "N" + letters + "C", out_layout or data_layout)
+
+
+def add_products(w: Array, windows: Sequence[tuple[tuple[int, ...], Array]], groups: int) -> Array:
+    """Add the products of each tap of `w` (*taps, I, O) with what it reads (N, *outputs, groups *
+    I). The result reshapes to (N, *outputs, O).
+    """
+    per_group, out_channels = w.shape[-2:]
+    first = windows[0][1]
+    shape, dtype = first.shape[:-1], first.dtype
+    if groups == 1 and per_group * len(windows) <= 1024:
+        # Few channels: one product over all taps is faster than one thin product per tap.
+        columns = np.concatenate([window for _, window in windows], axis=-1)
+        return columns.reshape(-1, columns.shape[-1]) @ w.reshape(-1, out_channels)
+    if groups == 1:
+        result = np.zeros((int(np.prod(shape)), out_channels), dtype)
+        for tap, window in windows:
+            result += window.reshape(-1, per_group) @ w[tap]
+        return result
+    if per_group == 1:
+        # Depthwise: every input channel contributes to out_channels / groups consecutive outputs.
+        result = np.zeros((*shape, groups, out_channels // groups), dtype)
+        products = np.empty_like(result)
+        for tap, window in windows:
+            result += np.multiply(window[..., None], w[tap].reshape(groups, -1), out=products)
+        return result
+    split = (-1, groups, per_group)
+    result = np.zeros((groups, int(np.prod(shape)), out_channels // groups), dtype)
+    for tap, window in windows:
+        column = window.reshape(split).transpose(1, 0, 2)
+        result += column @ w[tap].reshape(per_group, groups, -1).transpose(1, 0, 2)
+    return result.transpose(1, 0, 2)
 
 
 def convolve_transposed(
