@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tvm_ffi
@@ -323,6 +324,39 @@ def legalize_mean(builder: BlockBuilder, call: Call) -> Any:
     return builder.call_te(te_mean, data, *reader.operands, primfunc_name_hint=name_hint(call))
 
 
+@dataclass(frozen=True)
+class PooledAxis:
+    """How the windows of a pool go along one axis of the data."""
+
+    axis: int
+    taps: int
+    stride: int
+    dilation: int
+    before: int  #: padding
+    after: int
+
+    @staticmethod
+    def read(attrs: Any) -> list[PooledAxis]:
+        """Read height and width."""
+        numbers = (attrs.pool_size, attrs.strides, attrs.dilation)
+        padding = to_integers(attrs.padding)
+        columns = (*map(to_integers, numbers), padding[:2], padding[2:])
+        axes = [str(attrs.layout).index(letter) for letter in "HW"]
+        return [PooledAxis(*each) for each in zip(axes, *columns, strict=True)]
+
+    def locate(self, window: PrimExpr, tap: PrimExpr) -> PrimExpr:
+        """Return the place of a tap in the padded data."""
+        return window * self.stride + tap * self.dilation
+
+    def count(self, window: PrimExpr, size: PrimExpr, with_pads: bool) -> PrimExpr:
+        """Count the elements of a window in data of this size, or in data and padding."""
+        before, after = (self.before, self.after) if with_pads else (0, 0)
+        start, step = window * self.stride - self.before, self.dilation
+        first: Any = tirx.max(tirx.floordiv(step - 1 - before - start, step), 0)
+        last: Any = tirx.min(tirx.floordiv(size + after - 1 - start, step), self.taps - 1)
+        return tirx.max(last - first + 1, 0).astype("int32")
+
+
 def legalize_avg_pool2d(builder: BlockBuilder, call: Call) -> Any:
     """Sum x - z_in over each window and requantize with (s_in / s_out) / count.
 
@@ -333,21 +367,15 @@ def legalize_avg_pool2d(builder: BlockBuilder, call: Call) -> Any:
     data, in_scale, in_zero, out_scale, out_zero = call.args
     attrs, reader = call.attrs, Reader()
     rounding, arithmetic = Rounding(attrs.rounding), Arithmetic(attrs.compute_dtype)
-    dtype, shape, layout = str(call.ty.dtype), list(call.ty.shape), str(attrs.layout)
-    pool, strides, dilation = (
-        dict(zip("HW", to_integers(v), strict=True))
-        for v in (attrs.pool_size, attrs.strides, attrs.dilation)
-    )
-    padding = to_integers(attrs.padding)
+    dtype, shape, axes = str(call.ty.dtype), list(call.ty.shape), PooledAxis.read(attrs)
     is_default = rounding is Rounding.TONEAREST_EVEN
-    count = pool["H"] * pool["W"]
+    count = math.prod(each.taps for each in axes)
     scales = (in_scale, out_scale)
     # In ceil mode, a window may reach beyond the padding. Elements beyond it do not count.
     is_fixed = attrs.count_include_pad and not attrs.ceil_mode
     fixed_count = (count if is_fixed else None) if is_default else 1
     read_multiplier = _add_mean_multiplier(reader, scales, arithmetic, fixed_count)
     read_zero, read_out = reader.add(in_zero), reader.add(out_zero)
-    axes = [layout.index(letter) for letter in "HW"]
     kind = "int32"
     if has_exact_sums(rounding, arithmetic):
         kind = choose_total_dtype(tensor_dtype(data), in_zero, count)
@@ -364,36 +392,27 @@ def legalize_avg_pool2d(builder: BlockBuilder, call: Call) -> Any:
 
         entered = compute_tensor(source.shape, enter, name="entered")
         # In ceil mode, the last window may reach beyond the padding by less than a stride.
-        widths = list(padding)
-        if attrs.ceil_mode:
-            widths[2] += strides["H"] - 1
-            widths[3] += strides["W"] - 1
-        padded = pad_zeros(entered, axes, widths)
-        taps: dict[str, Any] = {
-            letter: te.reduce_axis((0, pool[letter]), name=f"k{letter}") for letter in "HW"
-        }
+        ends = [each.after + (each.stride - 1) * attrs.ceil_mode for each in axes]
+        widths = [*(each.before for each in axes), *ends]
+        padded = pad_zeros(entered, [each.axis for each in axes], widths)
+        taps: list[Any] = [
+            te.reduce_axis((0, each.taps), name=f"k{letter}")
+            for each, letter in zip(axes, "HW", strict=True)
+        ]
 
         def add_up(*index: PrimExpr) -> PrimExpr:
             at = list(index)
-            for axis, letter in zip(axes, "HW", strict=True):
-                at[axis] = index[axis] * strides[letter] + taps[letter] * dilation[letter]
-            return te.sum(padded(*at).astype(kind), axis=list(taps.values()))
+            for each, tap in zip(axes, taps, strict=True):
+                at[each.axis] = each.locate(index[each.axis], tap)
+            return te.sum(padded(*at).astype(kind), axis=taps)
 
         total = compute_tensor(shape, add_up, name="total")
 
         def count_elements(index: Sequence[PrimExpr], with_pads: bool) -> PrimExpr:
-            """Count the window elements that are data, or data and padding. The result is at least
-            1.
-            """
             counted: Any = tirx.const(1, "int32")
-            for i, letter in enumerate("HW"):
-                before, after = (padding[i], padding[i + 2]) if with_pads else (0, 0)
-                start = index[axes[i]] * strides[letter] - padding[i]
-                step = dilation[letter]
-                first: Any = tirx.max(tirx.floordiv(step - 1 - before - start, step), 0)
-                end = source.shape[axes[i]] + after
-                last: Any = tirx.min(tirx.floordiv(end - 1 - start, step), pool[letter] - 1)
-                counted = counted * tirx.max(last - first + 1, 0).astype("int32")
+            for each in axes:
+                size = source.shape[each.axis]
+                counted = counted * each.count(index[each.axis], size, with_pads)
             return tirx.max(counted, tirx.const(1, "int32"))
 
         def element(*index: PrimExpr) -> PrimExpr:
