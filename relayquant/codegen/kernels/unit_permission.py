@@ -18,6 +18,11 @@ def count_parts(unit: MatrixUnit) -> Expr | int:
     """Emit the number of parts of a loop: one for each thread, since each begins and ends anew."""
     if unit.permission is None:
         return PARTS
+    return count_threads()
+
+
+def count_threads() -> Expr:
+    """Emit the number of threads that share a parallel loop, on Linux."""
     import_code(COUNT_THREADS.code)
     return T.bind(T.call_extern(COUNT_THREADS.function, dtype="int32"))
 

@@ -33,6 +33,7 @@ class KernelContext:
     taken: Set[relax.Var] = frozenset()  #: values that a kernel computes already
     #: concatenation -> its inputs that kernels write in place
     placed: Mapping[relax.Var, Set[relax.Var]] = field(default_factory=dict)
+    counts_threads: bool = False  #: whether kernels can ask how many threads there are
 
     def next(self, var: relax.Var, *ops: str) -> relax.Var | None:
         """Return the only reader of `var` if it is one of these operators."""

@@ -21,7 +21,7 @@ from tvm.target import Target
 
 from relayquant.codegen.kernels.emit import LEAST_EXTENT
 from relayquant.codegen.kernels.isa.matrix_unit import COUNT_THREADS
-from relayquant.codegen.kernels.isa.target import read_triple
+from relayquant.codegen.kernels.isa.target import may_use_system, read_triple
 
 #: largest number of threads of a pool
 MOST_THREADS = 256
@@ -158,10 +158,8 @@ def add_pool(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
 
 def find_pause(target: Target, mod: tvm.IRModule) -> tuple[str, str] | None:
     """Find the row of PAUSES for a module that may have a pool, None for others."""
-    if target.kind.name != "llvm" or "system_lib_prefix" in (mod.attrs or {}):
-        return None
-    architecture, *system = read_triple(target).split("-")
-    return PAUSES.get(architecture) if "linux" in system else None
+    architecture = read_triple(target).split("-")[0]
+    return PAUSES.get(architecture) if may_use_system(target, mod) else None
 
 
 def list_parallel_loops(func: tvm.ir.BaseFunc) -> list[tirx.For]:

@@ -79,6 +79,11 @@ def pools(builder, x):
     return builder.emit(relax.op.matmul(y, constant(6, 10)))
 
 
+def stem(builder, x):
+    y = builder.emit(relax.op.nn.relu(conv(builder, x, 8, 3, padding=1)))
+    return conv(builder, builder.emit(relax.op.nn.max_pool2d(y, 3, 2, padding=1)), 4, 8, 1)
+
+
 def joined(builder, x):
     a, b = conv(builder, x, 5, 3, 1), conv(builder, x, 3, 3, 1)
     both = builder.emit(relax.op.concat([a, b, a], axis=1))
@@ -371,16 +376,40 @@ def is_kernel(func: object) -> bool:
     return bool(name) and not name.startswith("shape_func")
 
 
-def test_call_kernels__fuses_bias_residual_and_clamp():
-    qmod, _ = quantize_random(build_model(residual, NCHW, False), NCHW)
-    graph = Graph(lower_integer(convert_layout(qmod), resolve_target("llvm -mcpu=cascadelake")))
-    kernels = [
+def list_kernels(body, shape=NCHW, options="llvm -mcpu=cascadelake"):
+    """Names of the kernels of an integer model."""
+    qmod, _ = quantize_random(build_model(body, shape, False), shape)
+    graph = Graph(lower_integer(convert_layout(qmod), resolve_target(options)))
+    return [
         str(call.args[0].name_hint)
         for call in map(graph.call_of, (b.var for b in graph.bindings))
         if call is not None and graph.op_name(call) == "relax.call_tir"
     ]
+
+
+def test_call_kernels__fuses_bias_residual_and_clamp():
+    kernels = list_kernels(residual)
     assert sum("conv2d" in name for name in kernels) == 3
     assert not any("add" in name or "clip" in name for name in kernels)
+
+
+def test_call_kernels__a_maximum_pool_is_part_of_the_convolution():
+    """Where kernels can count the threads."""
+    shape = (1, 3, 24, 32)
+    kernels = list_kernels(stem, shape)
+    assert {name for name in kernels if "pool" in name} == {"qnn_conv2d_max_pool2d"}
+    bare = "llvm -mcpu=cascadelake -mtriple=x86_64-unknown-none"
+    assert "qnn_max_pool2d" in list_kernels(stem, shape, bare)
+    assert "qnn_max_pool2d" in list_kernels(branches, shape)  # its step is 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+def test_lower_integer__a_pooled_convolution_equals_numpy(symbolic):
+    shape = (2, 3, 24, 32)
+    qmod, x = quantize_random(build_model(stem, shape, symbolic), shape)
+    got = Executor(rq.compile(qmod)).run("main", [x])[0]
+    np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])
 
 
 def test_call_kernels__no_rules_changes_nothing():

@@ -16,6 +16,11 @@ from relayquant.codegen.kernels.integer.convolution.direct import (
     pack_conv2d,
     pack_dense,
 )
+from relayquant.codegen.kernels.integer.convolution.pooled import (
+    PooledConv2d,
+    build_pooled_conv2d,
+    pack_pooled_conv2d,
+)
 from relayquant.codegen.kernels.integer.convolution.transposed import (
     Conv2dTranspose,
     build_conv2d_transpose,
@@ -56,7 +61,7 @@ class ProductKernel:
 
 
 def choose_product(
-    spec: Conv2d | Conv2dTranspose | Dense,
+    spec: Conv2d | Conv2dTranspose | Dense | PooledConv2d,
     isa: Isa,
     schedule: KernelSchedule = DIRECT,
     *,
@@ -68,6 +73,8 @@ def choose_product(
     """
     if isinstance(spec, Conv2dTranspose):
         return ProductKernel(spec, isa, pack_conv2d_transpose, build_conv2d_transpose)
+    if isinstance(spec, PooledConv2d):
+        return ProductKernel(spec, isa, pack_pooled_conv2d, build_pooled_conv2d)
     spec = replace(spec, tile=schedule.tile)
     if isinstance(spec, Dense):
         functions = (pack_dense_rows, build_dense_rows) if any_rows else (pack_dense, build_dense)

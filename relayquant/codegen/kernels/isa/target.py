@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import tvm
 from tvm.target import Target
 from tvm.target.codegen import (
     llvm_get_cpu_archlist,
@@ -314,6 +315,13 @@ def read_triple(target: Target) -> str:
     Without one, the triple of this machine.
     """
     return str(target.attrs.get("mtriple") or llvm_get_system_triple())
+
+
+def may_use_system(target: Target, mod: tvm.IRModule) -> bool:
+    """Whether kernels of a module may call Linux: not those of a library for bare metal."""
+    if target.kind.name != "llvm" or "system_lib_prefix" in (mod.attrs or {}):
+        return False
+    return "linux" in read_triple(target).split("-")[1:]
 
 
 def read_cpu(target: Target) -> str:

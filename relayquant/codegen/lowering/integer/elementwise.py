@@ -357,14 +357,17 @@ def make_window(call: Call, shape: tuple[int, ...]) -> PoolWindow:
     )
 
 
+def reads_nhwc(call: Call) -> bool:
+    """Whether data and result of a pool are NHWC."""
+    return str(call.attrs.layout) == "NHWC" and str(call.attrs.out_layout) in ("", "NHWC")
+
+
 def lower_max_pool2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """Lower nn.max_pool2d of integer NHWC data."""
     call = context.call(var)
     shape = split_batch(call.args[0])
-    if not is_activation(call.args[0]) or str(call.attrs.layout) != "NHWC" or shape is None:
-        return Skip("not NHWC data of 8 or 16 bits")
-    if str(call.attrs.out_layout) not in ("", "NHWC"):
-        return Skip(f"the result is in layout {call.attrs.out_layout}")
+    if not is_activation(call.args[0]) or not reads_nhwc(call) or shape is None:
+        return Skip("not NHWC data of 8 or 16 bits, or not an NHWC result")
     spec = MaxPool2d(make_window(call, shape[1]), tensor_dtype(var))
     func = build_for_batch(lambda: build_max_pool2d(spec, "qnn_max_pool2d"), shape[0], (0, 1))
     return call_built((var,), func, (call.args[0],))

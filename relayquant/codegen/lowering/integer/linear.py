@@ -12,14 +12,17 @@ from tvm import relax
 from tvm.ir import Call
 from tvm.tirx import PrimFunc
 
+from relayquant.codegen.kernels.integer.convolution.pooled import PooledConv2d, plan_pooled
 from relayquant.codegen.kernels.integer.convolution.transposed import Conv2dTranspose
 from relayquant.codegen.kernels.integer.convolution.winograd import can_winograd
 from relayquant.codegen.kernels.integer.dynamic_matmul import DynamicMatmul, build_dynamic_matmul
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_matmul
 from relayquant.codegen.kernels.integer.product import DIRECT, choose_product
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
+from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.lowering.engine import Lowered
 from relayquant.codegen.lowering.integer.concat import find_columns
+from relayquant.codegen.lowering.integer.elementwise import make_window, reads_nhwc
 from relayquant.codegen.lowering.integer.epilogue import (
     PLAIN_TAKES,
     UNBIASED_TAKES,
@@ -148,6 +151,12 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     )
     isa = context.isa.for_weights(weight)
     schedule = context.choose_schedule(spec, isa, can_winograd(spec, isa, weight, chain.offsets))
+    pool = None if schedule.transforms else find_pool(context, chain, spec, isa)
+    if pool is not None:
+        var, pooled = pool
+        product, chain = choose_product(pooled, isa), replace(chain, vars=(*chain.vars, var))
+        packed = product.pack(weight, chain.offsets, chain.multiplier)
+        return make_call(linear, data, chain, packed, partial(product.build, f"{name}_max_pool2d"))
     concat = None
     if not (spec.is_depthwise or chain.residuals):
         concat, columns = find_columns(context.graph, chain.vars[-1]) or (None, None)
@@ -159,6 +168,19 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     in_shape = linear.shape if joined is None else spec.stored_shape
     call = make_call(linear, data, chain, packed, partial(product.build, name, in_shape, out_shape))
     return replace(call, concat=concat)
+
+
+def find_pool(
+    context: KernelContext, chain: IntegerEpilogueChain, spec: Conv2d, isa: Isa
+) -> tuple[relax.Var, PooledConv2d] | None:
+    """Find the maximum pool that is the only reader of a convolution, if one kernel does both."""
+    pool = context.next(chain.vars[-1], "relax.nn.max_pool2d")
+    if not context.counts_threads or pool is None or not reads_nhwc(context.call(pool)):
+        return None
+    if chain.multiplier is None or (chain.multiplier < 0).any():
+        return None
+    pooled = PooledConv2d(spec, make_window(context.call(pool), spec.out_shape))
+    return None if plan_pooled(pooled, isa) is None else (pool, pooled)
 
 
 def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | Skip:

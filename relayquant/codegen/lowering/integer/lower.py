@@ -16,6 +16,7 @@ from tvm.target import Target
 from relayquant.codegen.kernels.integer.lookup import ByteShuffle
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.select import select_isa, select_shuffle
+from relayquant.codegen.kernels.isa.target import may_use_system
 from relayquant.codegen.lowering.engine import BlockView, Lowered, lower_functions
 from relayquant.codegen.lowering.integer.elementwise import ELEMENTWISE_RULES
 from relayquant.codegen.lowering.integer.linear import LINEAR_RULES
@@ -43,7 +44,13 @@ def lower_integer(
     if target.kind.name != "llvm" or not has_integer_main(mod):
         return mod
     isa, shuffle = time_module(select_isa(target), mod), select_shuffle(target)
-    return call_kernels(mod, isa, shuffle, choose_schedule=choose_schedule)
+    return call_kernels(
+        mod,
+        isa,
+        shuffle,
+        choose_schedule=choose_schedule,
+        counts_threads=may_use_system(target, mod),
+    )
 
 
 def time_module(isa: Isa, mod: tvm.IRModule) -> Isa:
@@ -68,6 +75,7 @@ def call_kernels(
     rules: Sequence[IntegerRule] = KERNEL_RULES,
     on_skip: OnSkip = log_skip,
     choose_schedule: ChooseSchedule = keep_estimate,
+    counts_threads: bool = False,
 ) -> tvm.IRModule:
     """Replace every chain that a rule takes by one `call_tir`.
 
@@ -77,7 +85,7 @@ def call_kernels(
 
     def make_context(block: BlockView) -> KernelContext:
         found = block.taken, block.placed
-        return KernelContext(graph, isa, shuffle, choose_schedule, on_skip, *found)
+        return KernelContext(graph, isa, shuffle, choose_schedule, on_skip, *found, counts_threads)
 
     def share(calls: list[Lowered], _: BlockView) -> list[Lowered]:
         # Only products take long to compile. The others are faster if LLVM knows the numbers.
