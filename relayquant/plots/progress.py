@@ -28,10 +28,9 @@ LINE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class RunningTask:
-    """A stage or task that has begun. `start` is in seconds, see `time.monotonic`."""
+    """A stage or task that has begun."""
 
     name: str
-    start: float
     done: int = 0
     total: int | None = None
     unit: str = ""
@@ -43,10 +42,9 @@ class RunningTask:
             return f"{self.done}/{format_count(self.total, self.unit)}"
         return format_count(self.done, self.unit) if self.done else ""
 
-    def describe(self) -> str:
-        """Return a line for a log: "calibrate: 4/8 batches, 12 s"."""
-        seconds = f"{time.monotonic() - self.start:.0f} s"
-        return f"{self.name}: {', '.join(filter(None, (self.count, seconds)))}"
+    def describe(self, seconds: float) -> str:
+        """Return a line for a log: "after 12 s: calibrate, 4/8 batches"."""
+        return f"after {seconds:.0f} s: {', '.join(filter(None, (self.name, self.count)))}"
 
 
 class CountColumn(ProgressColumn):
@@ -124,7 +122,7 @@ class ProgressReport(Callback):
         if name in self._running:
             task, bar = self._running[name]
         else:
-            task = RunningTask(name, time.monotonic())
+            task = RunningTask(name)
             bar = self._progress.add_task(name, total=None, count="", unit="")
             self._progress.start()
         task = replace(task, done=done, total=total, unit=unit)
@@ -149,13 +147,15 @@ class ProgressReport(Callback):
 
 class LineLog:
     """Writes a line every few seconds while something runs. A thread does so, because a stage may
-    be silent for longer. Many short stages in a row are a long one.
+    be silent for longer. Many short stages in a row are a long one, so a line counts from the
+    beginning.
     """
 
     def __init__(self, console: Console, seconds: float) -> None:
         self.console, self.seconds = console, seconds
         self._running: tuple[RunningTask, ...] = ()
-        self._due = time.monotonic() + seconds
+        self._start = time.monotonic()
+        self._due = self._start + seconds
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -175,6 +175,8 @@ class LineLog:
 
     def _write(self) -> None:
         while not self._end.wait(max(self._due - time.monotonic(), 0.0)):
-            self._due = time.monotonic() + self.seconds
+            now = time.monotonic()
+            self._due = now + self.seconds
             for task in self._running[-1:]:
-                self.console.print(task.describe(), markup=False, highlight=False, soft_wrap=True)
+                line = task.describe(now - self._start)
+                self.console.print(line, markup=False, highlight=False, soft_wrap=True)

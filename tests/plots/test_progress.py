@@ -51,11 +51,11 @@ def test_progress_report__outside_a_terminal_a_line_says_what_runs() -> None:
     file = io.StringIO()
     with ProgressReport(Console(file=file, width=20), seconds=0.01) as report:
         report.on_stage_start(StageEvent("calibrate"))
-        wait_for(file, "calibrate: 0 s\n")
+        wait_for(file, "after 0 s: calibrate\n")
         report.on_progress(ProgressEvent("read data", 3, None, unit="batch"))
-        wait_for(file, "read data: 3 batches, 0 s\n")
+        wait_for(file, "after 0 s: read data, 3 batches\n")
         report.on_progress(ProgressEvent("read data", 4, 8, unit="batch"))
-        wait_for(file, "read data: 4/8 batches, 0 s\n")
+        wait_for(file, "after 0 s: read data, 4/8 batches\n")
         report.on_progress(ProgressEvent("read data", 8, 8, unit="batch"))
         report.on_stage_end(StageEvent("calibrate", 1.0))
     assert not any(thread.name == "relayquant-progress" for thread in threading.enumerate())
@@ -130,7 +130,15 @@ def test_progress_report__a_task_of_unknown_length_ends_with_its_stage() -> None
         report.on_stage_end(StageEvent("calibrate", 1.0))
         assert not report._running
         report.on_stage_start(StageEvent("guard"))
-        wait_for(file, "guard: 0 s\n")
+        wait_for(file, "after 0 s: guard\n")
+
+
+def test_log__a_line_counts_from_the_beginning():
+    file = io.StringIO()
+    with ProgressReport(Console(file=file), seconds=0.01) as progress:
+        progress._log._start -= 60
+        progress.on_stage_start(StageEvent("guard"))
+        wait_for(file, "after 60 s: guard\n")
 
 
 def test_log__short_stages_in_a_row_are_not_silent():
