@@ -103,19 +103,25 @@ def test_export_and_compress__of_a_language_model(folder, tmp_path, capsys):
     assert "m.rqm has no tokenizer. Add --tokenizer" in capsys.readouterr().err
 
 
-def test_generate__a_prompt_that_does_not_fit_is_told_before_it_compiles(
-    folder, monkeypatch, capsys
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["hello", "--max-length", "4"], "Prompt 0 has 5 tokens; allowed: at most 4."),
+        ([""], "Prompt 0 has no tokens."),
+    ],
+)
+def test_generate__a_prompt_that_does_not_fit_is_told_before_the_model_is_read(
+    words, message, folder, monkeypatch, capsys
 ):
-    monkeypatch.setattr(rq, "compile", lambda model: pytest.fail("it compiles"))
-    words = ["generate", str(folder), "-p", "hello", "--max-length"]
-    assert cli.main([*words, "4"]) == 2
-    assert "Prompt 0 has 5 tokens; allowed: at most 4." in capsys.readouterr().err
+    monkeypatch.setattr(rq, "load", lambda *_, **__: pytest.fail("it reads the model"))
+    assert cli.main(["generate", str(folder), "-p", *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (b"hello\n", "Prompt 0 has 5 tokens; allowed: at most 4."),
+        (b"\xef\xbb\xbfhello\n", "Prompt 0 has 5 tokens; allowed: at most 4."),
         ("größe".encode("latin-1"), "Standard input is no UTF-8 text"),
     ],
 )

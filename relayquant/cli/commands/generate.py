@@ -57,6 +57,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         prompt = tokenizer.encode(text, add_special=False)
     else:
         prompt = tokenizer.encode(prompt)
+    check_prompt(0, prompt, options.max_length or sys.maxsize, sys.maxsize)
     with use_threads(threads):
         with output.open_progress() as progress:
             start = time.perf_counter()
