@@ -110,6 +110,8 @@ def parse_table(text: str) -> dict[str, tuple[float, float]]:
         except ValueError:
             raise ValueError(f"line {number} is not '<tensor> <number>': {line[:60]!r}") from None
         ranges[name] = (-bound, bound)
+    if not ranges:
+        raise ValueError("it names no tensor")
     return ranges
 
 

@@ -132,6 +132,7 @@ def test_aimet__weights(tmp_path, is_new):
         ),
         ("[" * 100000, "line 1"),
         ('{"a":' * 100000, "nested too deeply"),
+        ("\n", "it names no tensor"),
     ],
 )
 def test_malformed__clear_error(tmp_path, text, message):
