@@ -25,9 +25,7 @@ def format_csv(kind: type[Any], rows: Iterable[Any]) -> str:
     return text.getvalue()
 
 
-def format_html(
-    columns: Mapping[str, Sequence[object]], caption: str = "", lines: Iterable[str] = ()
-) -> str:
+def format_html(columns: Mapping[str, Sequence[object]], caption: str, lines: Iterable[str]) -> str:
     """Format a table for a notebook: column header -> cells, all of one length, with lines of text
     below it.
 

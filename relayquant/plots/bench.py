@@ -66,7 +66,7 @@ def operator_table(
     return stack(title, FittedTable(columns), *lines)
 
 
-def kernel_table(profile: Profile, peak: float | None = None, title: str = "") -> Group:
+def kernel_table(profile: Profile, peak: float | None, title: str = "") -> Group:
     """Return one line for each kind of kernel, named without the number: calls, time, share,
     rate.
     """

@@ -102,7 +102,7 @@ def build_report(
     qmod: Model,
     dataset: Any,
     settings: ReportSettings,
-    callbacks: Iterable[Callback] | Callback = (),
+    callbacks: Iterable[Callback] | Callback,
 ) -> Report:
     """Measure and render. Arguments and errors as for `report`."""
     if settings.samples < 1:

@@ -67,7 +67,7 @@ def print_type(kind: syntax.Type) -> str:
     return str(kind)
 
 
-def print_expr(expr: syntax.Expr, indent: int = 0) -> str:
+def print_expr(expr: syntax.Expr, indent: int) -> str:
     """Print an expression. Inner blocks start at `indent`."""
     if isinstance(expr, syntax.Ref):
         return f"%{expr.name}"

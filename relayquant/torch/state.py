@@ -31,7 +31,7 @@ ADVICE = (
 
 
 def check_stateless(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 ) -> None:
     """Check that a module gives the same results for the same inputs, whatever calls were made in
     between.

@@ -118,7 +118,7 @@ class Tuner:
 
 
 @contextmanager
-def open_tuner(target: Target, path: Path | None = None) -> Iterator[Tuner]:
+def open_tuner(target: Target, path: Path | None) -> Iterator[Tuner]:
     """Open a tuner that times layers for a target whose code this machine can run.
 
     At the end it writes new times to `path`, by default a file in the cache folder of the system.

@@ -61,7 +61,7 @@ def walk_weights(
     activation: QSpec | None,
     meet: Meet,
     *,
-    with_float: bool = False,
+    with_float: bool,
 ) -> None:
     """Run function `name` on `batches`. All batches run up to one weight before any runs further.
 

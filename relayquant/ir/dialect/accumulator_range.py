@@ -141,7 +141,7 @@ def bound_sums(
     return lowest, highest
 
 
-def bound_by_dtypes(call: Call, *, is_dynamic: bool = False) -> Bounds | None:
+def bound_by_dtypes(call: Call, *, is_dynamic: bool) -> Bounds | None:
     """Bound the sums like `bound_sums`, from the dtypes alone. The result has one entry."""
     length = count_products(call)
     if length is None:

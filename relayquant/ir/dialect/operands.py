@@ -189,7 +189,7 @@ def is_single(ty: Any) -> bool:
 
 
 def check_parameter(
-    parameter: CheckedOperand, channels: Any | None, allows_channels: bool, dimension_text: str = ""
+    parameter: CheckedOperand, channels: Any | None, allows_channels: bool, dimension_text: str
 ) -> None:
     """Check a parameter's shape: (), (1,) or, if `allows_channels`, (channels,).
 

@@ -32,7 +32,7 @@ def unary_pattern(op: str) -> Pattern:
     return Pattern(call_pattern(op, data), {"data": data})
 
 
-def binary_pattern(op: str, activation: str = "") -> Pattern:
+def binary_pattern(op: str, activation: str) -> Pattern:
     """Make a pattern op(lhs, rhs), with an optional activation behind it."""
     lhs, rhs = wildcard(), wildcard()
     return Pattern(add_activation(is_op(op)(lhs, rhs), activation), {"lhs": lhs, "rhs": rhs})

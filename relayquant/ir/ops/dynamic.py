@@ -111,7 +111,7 @@ def choose_at_run_time(
     return scale, emit(relax.op.astype(clipped, "int32"), "zero_point")
 
 
-def choose_scale(emit: Emit, data: relax.Expr, highest: int, *, is_row: bool = False) -> relax.Expr:
+def choose_scale(emit: Emit, data: relax.Expr, highest: int, *, is_row: bool) -> relax.Expr:
     """Compute the symmetric scale max(|data|) / highest, float32, or 1 for a tensor of zeros.
 
     With `is_row`, there is one scale for each row.
@@ -224,8 +224,8 @@ def convolve_at_run_time(
     weight: np.ndarray,
     weight_zero: np.ndarray,
     *,
-    name: str = "conv2d",
-    is_exact: bool = False,
+    name: str,
+    is_exact: bool,
     **attrs: Any,
 ) -> relax.Expr | Skip:
     """Sum (data - zero_point) * (weight - weight_zero) of convolution qnn.<name> in int32.

@@ -362,7 +362,7 @@ def reach_down(quantized: Iterable[OperatorMatch], given: Iterable[relax.Var]) -
     return reached
 
 
-def reach_up(quantized: Iterable[OperatorMatch], wanted: Collection[str] = ()) -> set[relax.Var]:
+def reach_up(quantized: Iterable[OperatorMatch], wanted: Collection[str]) -> set[relax.Var]:
     """Return the values that an anchor or the user wants as integers, directly or through other
     quantized operators.
     """

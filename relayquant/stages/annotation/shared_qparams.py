@@ -94,8 +94,8 @@ def build_groups(
     graph: Graph,
     matches: Sequence[OperatorMatch],
     quantized: frozenset[relax.Var],
-    wanted: Collection[str] = (),
-    tied: Sequence[tuple[str, str]] = (),
+    wanted: Collection[str],
+    tied: Sequence[tuple[str, str]],
 ) -> ValueGroups:
     """Build the groups of the `quantized` operators. Results that are `wanted` as integers
     always have a group. Values that are `tied` have one group where both have one.
@@ -242,7 +242,7 @@ def operand_spec(matched: OperatorMatch, primary: Mapping[relax.Var, QSpec]) -> 
     return matched.data_spec
 
 
-def seed_nodes(active: Sequence[OperatorMatch], wanted: Collection[str] = ()) -> list[Node]:
+def seed_nodes(active: Sequence[OperatorMatch], wanted: Collection[str]) -> list[Node]:
     """Return the nodes that need parameters: operands of computing operators, results with their
     own parameters, and results that are `wanted` as integers.
     """

@@ -23,7 +23,7 @@ def review_plan(
     backend: BackendConfig,
     *,
     strict: bool,
-    is_partial: bool = False,
+    is_partial: bool,
 ) -> None:
     """Warn of unsupported QConfigs, of mapping lines without effect, and of a plan that quantizes
     nothing.

@@ -402,7 +402,7 @@ def hoist_quantize(
     op: str,
     repeat: Callable[[Call, relax.Expr, QParams], relax.Expr],
     suffix: str,
-    kept: Set[str] = frozenset(),
+    kept: Set[str],
 ) -> Rule:
     """Return the rule quantize(op(x)) -> repeat(op, quantize(x), parameters), per tensor."""
     data, scale, zero_point = wildcard(), wildcard(), wildcard()

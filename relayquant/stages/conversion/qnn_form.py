@@ -192,9 +192,9 @@ def realize_match(
     emitter: Emitter,
     pattern: QuantOp,
     match: Match,
-    accumulator: Accumulator | None = None,
+    accumulator: Accumulator | None,
     *,
-    is_planned: bool = False,
+    is_planned: bool,
 ) -> relax.Expr | Skip:
     """Run the realize callback on one match."""
     operands = read_operands(graph, pattern, match)

@@ -59,7 +59,7 @@ def is_more_exact(weights: Iterable[np.ndarray], statistics: ChannelStatistics) 
     return before > WORTHWHILE_GAIN * after
 
 
-def scale_inputs(canonical: tvm.IRModule, dataset: Any, kept: Collection[str] = ()) -> tvm.IRModule:
+def scale_inputs(canonical: tvm.IRModule, dataset: Any, kept: Collection[str]) -> tvm.IRModule:
     """Scale the channels of a prepared module's inputs to one range where this pays off. `kept`
     inputs stay.
     """

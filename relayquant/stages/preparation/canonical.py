@@ -217,9 +217,7 @@ def prepare_module(
 Fuser = Rule[Emitter, Match, relax.Expr]
 
 
-def apply_fusers(
-    mod: tvm.IRModule, fusers: Sequence[Fuser], keep: Collection[str] = ()
-) -> tvm.IRModule:
+def apply_fusers(mod: tvm.IRModule, fusers: Sequence[Fuser], keep: Collection[str]) -> tvm.IRModule:
     """Apply the backend's fusers until none fires, and bring the module into canonical form again.
 
     Args:

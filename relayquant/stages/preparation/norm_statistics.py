@@ -29,7 +29,7 @@ class NormStatistics:
 
 
 def read_norm_statistics(
-    mod: tvm.IRModule, params: Mapping[str, Any] | None = None
+    mod: tvm.IRModule, params: Mapping[str, Any] | None
 ) -> dict[str, NormStatistics]:
     """Map the name of each batch norm's result to its statistics.
 

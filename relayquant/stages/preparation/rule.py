@@ -10,7 +10,7 @@ from tvm import relax
 from tvm.ir import Call, GenericConst, Op
 
 from relayquant.ir.rewrite.editor import Editor
-from relayquant.ir.rewrite.rule import OnSkip, Rule, fire_first, log_skip, select_rules
+from relayquant.ir.rewrite.rule import OnSkip, Rule, fire_first, select_rules
 
 #: edits of one value in a row that two rules may make before they are said to undo each other
 MOST_EDITS = 100
@@ -40,7 +40,7 @@ def apply_phase(
     editor: Editor,
     rules: Sequence[CanonicalRule],
     *,
-    on_skip: OnSkip = log_skip,
+    on_skip: OnSkip,
 ) -> None:
     """Apply rules in topological order until none fires. At each value the first of `rules` that
     fires wins.

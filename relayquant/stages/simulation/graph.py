@@ -92,7 +92,7 @@ def find_constants(graph: Graph, plan: Plan, backend: BackendConfig) -> dict[str
     return found
 
 
-def make_variables(group: SharedQParams, taken: Set[str] = frozenset()) -> GroupVariables:
+def make_variables(group: SharedQParams, taken: Set[str]) -> GroupVariables:
     """Return new function parameters for one group, with names that are not in `taken`."""
     spec = group.info.spec
     length = 1

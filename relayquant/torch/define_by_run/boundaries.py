@@ -82,8 +82,8 @@ def find_owned(tapes: Sequence[Tape], regions: Sequence[Region]) -> list[set[int
 def find_joins(
     tapes: Sequence[Tape],
     regions: Sequence[Region],
-    inputs: Collection[int] = (),
-    outputs: Collection[int] = (),
+    inputs: Collection[int],
+    outputs: Collection[int],
 ) -> list[frozenset[Port]]:
     """Group ports that values connect. Unconnected ports are left out.
 
@@ -113,7 +113,7 @@ def find_joins(
 
 
 def find_float_reads(
-    tapes: Sequence[Tape], regions: Sequence[Region], outputs: Collection[int] = ()
+    tapes: Sequence[Tape], regions: Sequence[Region], outputs: Collection[int]
 ) -> set[Port]:
     """Find region outputs that operators in PyTorch or the user read.
 

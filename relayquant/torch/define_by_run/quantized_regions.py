@@ -330,7 +330,7 @@ def check_rules(mapping: QConfigMapping, plans: Collection[PreparedModel]) -> No
 
 
 def join_ledgers(
-    regions: Sequence[QuantizedRegion], sites: Collection[CallSite], alone: Sequence[Ledger] = ()
+    regions: Sequence[QuantizedRegion], sites: Collection[CallSite], alone: Sequence[Ledger]
 ) -> Ledger:
     """Join the ledgers: the rows of each region and standalone module, and a row for each
     operator in PyTorch.

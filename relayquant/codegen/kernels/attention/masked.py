@@ -112,11 +112,9 @@ def saves_time(spec: MaskedAttention, isa: FloatIsa) -> bool:
     return blocks >= FEWEST_BLOCKS if spec.mask is not None else scores > isa.caches.near_bytes
 
 
-def make_masked_attention(
-    spec: MaskedAttention, isa: FloatIsa, name: str = "masked_attention"
-) -> PrimFunc:
+def make_masked_attention(spec: MaskedAttention, isa: FloatIsa) -> PrimFunc:
     """Make PrimFunc(x, keys, values, (mask,) y)."""
-    return build_kernel(name, lambda: MaskedRows(spec, isa).emit())
+    return build_kernel("masked_attention", lambda: MaskedRows(spec, isa).emit())
 
 
 def replace_nan(value: Expr, by: float, lanes: int) -> Expr:

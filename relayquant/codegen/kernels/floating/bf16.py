@@ -5,7 +5,7 @@
 Sums and bias are float32. Data, residual and results are float32 or bfloat16 in memory (`stored`).
 The weights are rounded when they are packed, float32 activations by the copy of the image that also
 pads them. Rounding is to nearest, ties to even. The products run on tiles or vectors of x86, or on
-Arm, by the generators for integers (`integer.tiled`, `integer.conv`).
+Arm, by the generators for integers (`integer.tiled`, `integer.convolution`).
 
 A tile may read neighbouring activations and multiply them by zero. So an infinity or a NaN becomes
 NaN in the results of some neighbouring pixels, too.
@@ -340,7 +340,7 @@ def emit_floats(
 
 
 def store_tile(plan: Bf16Plan, operands: Operands, at: TilePosition, totals: list[Expr]) -> None:
-    """Store the sums of a tile of registers; see `integer.conv.StoreSums`."""
+    """Store the sums of a tile of registers; see `convolution.direct.StoreSums`."""
     for slot, acc in enumerate(totals):
         pixel, block = divmod(slot, plan.tile.blocks)
         store_sums(plan, operands, acc, at.out_pixels[pixel] + at.out_channels[block])

@@ -422,7 +422,7 @@ class GroupedTake:
     dense: GroupedDense
 
 
-def build_grouped_take(spec: GroupedTake, isa: Isa, name: str = "grouped_take") -> PrimFunc:
+def build_grouped_take(spec: GroupedTake, isa: Isa) -> PrimFunc:
     """Make PrimFunc(indices (*leading), codes, scale[, zeros], y (*leading, K)).
 
     The embedding reads the same constants as products.
@@ -484,4 +484,4 @@ def build_grouped_take(spec: GroupedTake, isa: Isa, name: str = "grouped_take") 
             if last != dense.group_size:
                 emit_group(T.int64(plan.groups - 1), last)
 
-    return build_kernel(name, body)
+    return build_kernel("grouped_take", body)

@@ -52,7 +52,7 @@ class RowQuantize:
     features: int
 
 
-def build_quantize_rows(spec: RowQuantize, name: str = "quantize_rows") -> PrimFunc:
+def build_quantize_rows(spec: RowQuantize) -> PrimFunc:
     """Make PrimFunc(x float32 (*leading, K), q int8 (*leading, K), scale float32 (*leading, 1))."""
 
     def body() -> None:
@@ -80,7 +80,7 @@ def build_quantize_rows(spec: RowQuantize, name: str = "quantize_rows") -> PrimF
 
         emit_shared_loop(rows, rows * (width * ELEMENT_COST) >= PARALLEL_THRESHOLD, emit_row)
 
-    return build_kernel(name, body)
+    return build_kernel("quantize_rows", body)
 
 
 def choose_lanes(width: int) -> int:

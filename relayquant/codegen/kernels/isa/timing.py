@@ -55,9 +55,7 @@ class TileTiming:
     ahead: int = 32
     behind: float = 0.0
 
-    def time_stores(
-        self, results: int, blocks: int, is_narrow: bool, is_delayed: bool = False
-    ) -> float:
+    def time_stores(self, results: int, blocks: int, is_narrow: bool, is_delayed: bool) -> float:
         """Return the time to store `results` vectors of a tile of `blocks` vectors."""
         if is_delayed:
             return results * dict(self.delayed_store)[blocks]

@@ -102,9 +102,7 @@ def find_scales(graph: onnx.GraphProto) -> set[str]:
     return scales - others
 
 
-def widen_graph(
-    graph: onnx.GraphProto, renamed: Mapping[str, str], kept: Collection[str] = ()
-) -> None:
+def widen_graph(graph: onnx.GraphProto, renamed: Mapping[str, str], kept: Collection[str]) -> None:
     """Make a graph float32 in place, including bodies. The types of its inputs and outputs and the
     `kept` constants stay.
     """

@@ -101,18 +101,6 @@ PARTS, FEWEST_RUN = 64, 4
 MIXED_WORDS = 8
 
 
-def build_general_conv2d(
-    spec: Conv2d,
-    isa: Isa,
-    name: str,
-    in_shape: tuple[int, ...] | None,
-    out_shape: tuple[int, ...] | None,
-) -> PrimFunc:
-    """Build the kernel of `build_conv2d` for all convolutions that are not depthwise."""
-
-    return build_planned(choose_plan(spec, isa), name, in_shape, out_shape)
-
-
 def build_planned(
     plan: ConvPlan,
     name: str = "conv2d",
@@ -298,19 +286,9 @@ def build_conv2d(
     and `out_shape` declare the arguments with another shape of equally many elements, as for a
     conv1d (N, W, C) or a dense layer (..., K).
     """
-    build = build_depthwise if spec.is_depthwise else build_general_conv2d
-    return build(spec, isa, name, in_shape, out_shape)
-
-
-def pack_general_conv2d(
-    spec: Conv2d,
-    isa: Isa,
-    weight: NDArray[np.int8],
-    bias: NDArray[np.int32],
-    multiplier: NDArray[np.float32] | None,
-) -> PackedWeights:
-    """Pack the constant operands of `build_general_conv2d`."""
-    return pack_constants(choose_plan(spec, isa), weight, bias, multiplier)
+    if spec.is_depthwise:
+        return build_depthwise(spec, isa, name, in_shape, out_shape)
+    return build_planned(choose_plan(spec, isa), name, in_shape, out_shape)
 
 
 def pack_conv2d(
@@ -331,8 +309,9 @@ def pack_conv2d(
     Raises:
         ValueError: A shape does not fit, or the multiplier is missing or not allowed.
     """
-    pack = pack_depthwise if spec.is_depthwise else pack_general_conv2d
-    return pack(spec, isa, weight, bias, multiplier)
+    if spec.is_depthwise:
+        return pack_depthwise(spec, isa, weight, bias, multiplier)
+    return pack_constants(choose_plan(spec, isa), weight, bias, multiplier)
 
 
 def build_dense(
