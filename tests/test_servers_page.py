@@ -79,6 +79,9 @@ def test_kserve__answers_requests(bundle, monkeypatch):
     )
     assert (number, name, output.name) == ("7", "digits", "output0")
     np.testing.assert_allclose(output.values[0], rq.reference.run(MOD, DATA)[0], atol=1e-5)
-    for inputs in ([], [Tensor("x", DATA["x"][:1, :3])]):
-        with pytest.raises(stub.errors.InvalidInput):
+    for inputs, message in (
+        ([], "the number of inputs of 'main' is 0"),
+        ([Tensor("x", DATA["x"][:1, :3])], r"of shape \(1, 3\)"),
+    ):
+        with pytest.raises(stub.errors.InvalidInput, match=message):
             model.predict(types.SimpleNamespace(id="8", inputs=inputs))
