@@ -406,7 +406,8 @@ def align_array(array: np.ndarray) -> np.ndarray:
         return array
     raw = np.empty(array.nbytes + ALIGNMENT, "uint8")
     start = -raw.ctypes.data % ALIGNMENT
-    copy = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    # A slice of no elements would lie at the beginning of `raw`.
+    copy = np.frombuffer(raw, array.dtype, array.size, start).reshape(array.shape)
     copy[...] = array
     return copy
 

@@ -102,6 +102,10 @@ def test_align_array__keeps_what_can_be_read_where_it_lies():
     assert fixed.ctypes.data % 64 == 0
     assert fixed is not odd
     assert align_array(fixed) is fixed
+    # Several, because each lies somewhere else.
+    empty = [align_array(np.zeros((0, size), "float32")) for size in range(1, 20)]
+    assert not any(array.ctypes.data % 64 for array in empty)
+    assert [array.shape for array in empty] == [(0, size) for size in range(1, 20)]
     turned = align_array(np.arange(6).reshape(2, 3).T)
     np.testing.assert_array_equal(turned, np.arange(6).reshape(2, 3).T)
     assert turned.flags.c_contiguous
