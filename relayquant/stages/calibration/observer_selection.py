@@ -9,7 +9,10 @@ share an observer. Choosing value by value would fit the noise of a few samples.
 Clipping costs accuracy on rare samples. So a candidate replaces the full range only if its gain is
 larger than the standard error of the gain. On a face landmark model, 16 random samples of 64 choose
 a range that loses more than 0.5 dB on other samples in 42 % of all draws without this rule, and in
-4 % with it. MobileNet's gain is the same with and without the rule.
+4 % with it. MobileNet's gain is the same with and without the rule. A gain that one sample hides
+counts: the scores of YOLOv8n gain 2.5 dB in sum with a standard error of 5 dB, as one sample of 16
+is most of the noise. The mean over the samples is 7.4 dB with an error of 1.5 dB, and on other
+samples the outputs gain 7 dB.
 
 A softmax is judged by the logarithm of its result. Of the result itself, a few samples near a
 decision are nearly all of the noise: on the third network of MTCNN, 16 samples put a range that
@@ -227,11 +230,12 @@ def compare_outputs(noise: Float64Array, base: Float64Array) -> tuple[float, flo
 
 
 def compare_noise(noise: Float64Array, base: Float64Array) -> tuple[float, float]:
-    """Return (dB that the summed noise is above the summed base noise, standard error) of n
-    samples, both (n,).
+    """Return (dB that the noise of n samples is above the base noise, standard error), both (n,).
 
-    The standard error is the jackknife estimate, which leaves out each sample in turn. So a gain
-    that depends on one sample has a large error. It is 0 for a single sample.
+    By the sums over samples, as a signal-to-noise ratio counts them. If these differ by less than
+    their standard error, a few samples are most of the noise, and the sums tell little. Then it is
+    the mean over the samples' dB, where each counts alike, unless the sum is more than `TOLERANCE`
+    above. The error is 0 for a single sample.
     """
     total, least, n = noise.sum(), base.sum(), len(noise)
     if not math.isfinite(least):  # a value that fails with MinMax may also fail with the candidate
@@ -245,8 +249,12 @@ def compare_noise(noise: Float64Array, base: Float64Array) -> tuple[float, float
     # left.
     tiny = np.finfo("float64").tiny
     others = np.maximum(total - noise, tiny) / np.maximum(least - base, tiny)
-    spread = 10 * np.log10(others)
-    return ratio, float(np.sqrt((n - 1) * np.var(spread)))
+    # jackknife: the spread of the ratios that leave out each sample in turn
+    error = math.sqrt((n - 1) * np.var(10 * np.log10(others)))
+    if abs(ratio) >= error or ratio > TOLERANCE:
+        return ratio, error
+    each = 10 * np.log10(noise / base)
+    return float(each.mean()), float(each.std(ddof=1) / math.sqrt(n))
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,10 +82,32 @@ def test_choose__what_one_sample_gains_is_chance():
     """All of the gain comes from a single sample, the others lose a little."""
     base, lucky = np.ones(16), np.full(16, 1.1)
     base[3], lucky[3] = 10.0, 1.0
+    assert lucky.sum() < 0.8 * base.sum()
     ratio, error = compare_noise(lucky, base)
-    assert ratio < -1 < 0.2 < ratio + error
+    assert ratio < 0 < TOLERANCE < ratio + error
     costs = Costs(a={RELATIVE: lucky, MINMAX: base})
     assert set(choose_candidates([Section(("a",), frozenset({0}))], costs).values()) == {MINMAX}
+
+
+@pytest.mark.parametrize(("largest", "expected"), [(16.0, RELATIVE), (20.0, MINMAX)])
+def test_choose__one_sample_hides_no_gain_of_the_others_unless_the_sum_is_worse(largest, expected):
+    """15 samples of 16 gain 8 dB. The largest loses so much that the sum's gain is chance."""
+    base, noise = np.ones(16), np.full(16, 0.16)
+    base[3], noise[3] = 5.0, largest
+    found = choose_candidates(
+        [Section(("a",), frozenset({0}))], Costs(a={RELATIVE: noise, MINMAX: base})
+    )
+    assert found == {"a": expected}
+
+
+def test_compare_noise__a_gain_within_its_error_is_judged_by_samples_that_count_alike():
+    """The mean of the samples' dB and its standard error, against SciPy."""
+    from scipy import stats
+
+    base, noise = np.ones(16), np.linspace(0.1, 0.2, 16)
+    noise[3] = 12.0
+    each = 10 * np.log10(noise / base)
+    assert compare_noise(noise, base) == pytest.approx((each.mean(), stats.sem(each)))
 
 
 @settings(max_examples=count_examples(60), deadline=None)
@@ -128,7 +150,7 @@ def test_compare_noise__standard_error_is_that_of_the_jackknife():
     one sample out.
     """
     rng = np.random.default_rng(0)
-    noise, base = rng.uniform(1, 5, (2, 9))
+    noise, base = rng.uniform(1, 5, (2, 9)) * [[3], [1]]  # far more than the error
     without = [
         10 * math.log10(np.delete(noise, i).sum() / np.delete(base, i).sum()) for i in range(9)
     ]
