@@ -153,6 +153,7 @@ def match_channels(shapes: Shapes, *, is_transposed: bool) -> Iterator[Any]:
     if "".join(layouts).isupper():  # not packed
         groups = 1 if is_transposed else int(attrs.groups)
         yield tirx.EQ(data[layouts[0].index("C")], weight[layouts[1].index("I")] * groups)
+    yield from have_sizes(shapes)
 
 
 def match_letters(shapes: Shapes) -> Iterator[Any]:
@@ -193,15 +194,59 @@ def stay_inside(data: Shape, indices: Shape, axis: int) -> Iterator[Any]:
 
 
 def gather(shapes: Shapes) -> Iterator[Any]:
-    """See `stay_inside`."""
-    return stay_inside(*shapes.operands, int(shapes.attrs.axis))
+    """See `stay_inside` and `find_places`."""
+    data, indices = shapes.operands
+    yield from stay_inside(data, indices, int(shapes.attrs.axis))
+    yield from find_places([data[int(shapes.attrs.axis)]], indices)
 
 
 def scatter(shapes: Shapes) -> Iterator[Any]:
-    """See `stay_inside`. Each index has its value."""
+    """See `stay_inside` and `find_places`. Each index has its value."""
     data, indices, values = shapes.operands
     yield from stay_inside(data, indices, int(shapes.attrs.axis))
+    yield from find_places([data[int(shapes.attrs.axis)]], indices)
     yield from (tirx.EQ(*pair) for pair in zip(indices, values, strict=True))
+
+
+def find_places(sizes: Shape, indices: Shape) -> Iterator[Any]:
+    """An axis without values has none at any index. Without indices, it needs none."""
+    one = tirx.const(1, "int64")
+    is_asked = tirx.NE(prod(indices, start=one), tirx.const(0, "int64"))
+    return (tirx.any(tirx.Not(is_asked), tirx.LE(one, size)) for size in sizes)
+
+
+def read_values(shapes: Shapes) -> Iterator[Any]:
+    """What is computed from the nearest values needs one. Sizes that both have are left out."""
+    if shapes.result is not None:
+        yield from find_places(*drop_common(shapes.operands[0], shapes.result))
+
+
+def pad(shapes: Shapes) -> Iterator[Any]:
+    """A pad has constants, or repeats values."""
+    yield from have_sizes(shapes)
+    if str(shapes.attrs.pad_mode) != "constant":
+        yield from read_values(shapes)
+
+
+def take(shapes: Shapes) -> Iterator[Any]:
+    """See `find_places`: along one axis, or among all values."""
+    data, indices = (*shapes.operands, ())[:2]
+    return find_places([data[axis] for axis in list_axes(shapes.attrs.axis, len(data))], indices)
+
+
+def reach_rows(shapes: Shapes) -> Iterator[Any]:
+    """See `find_places`: the last axis of the indices goes over axes of the data."""
+    data, indices = shapes.operands[:2]
+    first = int(getattr(shapes.attrs, "batch_dims", 0))
+    if isinstance(indices[-1], tirx.IntImm):
+        yield from find_places(data[first : first + int(indices[-1])], indices)
+
+
+def reach_fields(shapes: Shapes, *, values: int) -> Iterator[Any]:
+    """See `find_places`: one array of indices for each of the first axes."""
+    data, *fields = shapes.operands[: len(shapes.operands) - values]
+    for size, indices in zip(data, fields, strict=False):
+        yield from find_places([size], indices)
 
 
 def take_largest(shapes: Shapes) -> Iterator[Any]:
@@ -263,6 +308,11 @@ RULES = {
         (*(f"{name}_transpose" for name in CONVOLUTIONS), "relax.qnn.conv2d_transpose"),
         ShapeRule(partial(match_channels, is_transposed=True), describe_product),
     ),
+    **{
+        f"relax.nn.{kind}_pool{rank}d": ShapeRule(have_sizes, describe_change)
+        for kind in ("avg", "max")
+        for rank in (1, 2, 3)
+    },
     "relax.qnn.dense": ShapeRule(match_rows, describe_product),
     "relax.qnn.batch_matmul": ShapeRule(match_rows, describe_product),
     "relax.einsum": ShapeRule(match_letters, describe_operands),
@@ -277,6 +327,13 @@ RULES = {
     },
     "relax.gather_elements": ShapeRule(gather, describe_operands),
     "relax.scatter_elements": ShapeRule(scatter, describe_operands),
+    "relax.nn.pad": ShapeRule(pad, describe_change),
+    **{f"relax.image.resize{rank}d": ShapeRule(read_values, describe_change) for rank in (2, 3)},
+    "relax.take": ShapeRule(take, describe_operands),
+    "relax.gather_nd": ShapeRule(reach_rows, describe_operands),
+    "relax.scatter_nd": ShapeRule(reach_rows, describe_operands),
+    "relax.index_tensor": ShapeRule(partial(reach_fields, values=0), describe_operands),
+    "relax.index_put": ShapeRule(partial(reach_fields, values=1), describe_operands),
     "relax.split": ShapeRule(reach_cuts, describe_split),
     **dict.fromkeys(
         ("relax.argmax", "relax.argmin", "relax.median"), ShapeRule(read_one, describe_reading)

@@ -299,6 +299,93 @@ OPERATORS = {
         [(5, 3), (2, 3), (2, 3)],
         [[(5, 3), (2, 3), (1, 3)], [(1, 3), (2, 3), (2, 3)]],
     ),
+    "conv2d of less than its kernel": (
+        [(1, 3, "n", "m")],
+        lambda x: op.nn.conv2d(x, relax.const(WEIGHT)),
+        [(1, 3, 2, 2)],
+        [[(1, 3, 0, 0)], [(1, 3, 1, 5)]],
+    ),
+    "max_pool2d of less than its window": (
+        [(1, 3, "n", "m")],
+        lambda x: op.nn.max_pool2d(x, (3, 3)),
+        [(1, 3, 2, 2)],
+        [[(1, 3, 0, 0)], [(1, 3, 1, 5)]],
+    ),
+    "crop": (
+        [(2, "n")],
+        lambda x: op.nn.pad(x, [0, 0, -1, -1]),
+        [(2, 2)],
+        [[(2, 1)]],
+    ),
+    **{
+        f"pad, {mode}": (
+            [(2, "n")],
+            lambda x, mode=mode: op.nn.pad(x, [0, 0, 1, 0], mode),
+            [(2, 1)],
+            [[(2, 0)]],
+        )
+        for mode in ("edge", "reflect", "circular")
+    },
+    "resize2d": (
+        [("m", 2, "n", 3)],
+        lambda x: op.image.resize2d(x, (4, 6), layout="NCHW", method="linear"),
+        [(0, 2, 1, 3)],
+        [[(1, 2, 0, 3)]],
+    ),
+    "take": (
+        [("n", 2), ("m",)],
+        lambda x, y: op.take(x, op.astype(y, "int64"), 0, mode="fast"),
+        [(1, 2), (3,)],
+        [[(0, 2), (3,)]],
+    ),
+    "take without indices": (
+        [("n", 2), ("m",)],
+        lambda x, y: op.take(x, op.astype(y, "int64"), 0, mode="fast"),
+        [(0, 2), (0,)],
+        [],
+    ),
+    "take of one": (
+        [(2, "n")],
+        lambda x: op.take(x, relax.const(-1, "int64"), 1, mode="wrap"),
+        [(2, 1)],
+        [[(2, 0)]],
+    ),
+    "gather_elements of an empty axis": (
+        [("n", 3), ("m", 3)],
+        lambda x, y: op.gather_elements(x, op.astype(y, "int64"), 0),
+        [(1, 3), (2, 3)],
+        [[(0, 3), (2, 3)]],
+    ),
+    "scatter_elements to an empty axis": (
+        [("n", 3), ("m", 3), ("m", 3)],
+        lambda x, y, z: op.scatter_elements(x, op.astype(y, "int64"), z, 0),
+        [(1, 3), (2, 3), (2, 3)],
+        [[(0, 3), (2, 3), (2, 3)]],
+    ),
+    "gather_nd": (
+        [("n", "m"), ("k", 2)],
+        lambda x, y: op.gather_nd(x, op.astype(y, "int64")),
+        [(1, 1), (2, 2)],
+        [[(0, 1), (2, 2)], [(1, 0), (2, 2)]],
+    ),
+    "scatter_nd": (
+        [("n", 3), ("k", 1), ("k", 3)],
+        lambda x, y, z: op.scatter_nd(x, op.astype(y, "int64"), z),
+        [(2, 3), (2, 1), (2, 3)],
+        [[(0, 3), (2, 1), (2, 3)]],
+    ),
+    "index_tensor": (
+        [("n", "m"), ("k",)],
+        lambda x, y: op.index_tensor(x, [op.astype(y, "int64"), op.astype(y, "int64")]),
+        [(1, 1), (2,)],
+        [[(0, 1), (2,)], [(1, 0), (2,)]],
+    ),
+    "index_put": (
+        [("n",), (2,)],
+        lambda x, y: op.index_put(x, (relax.const(np.int64([0, 1])),), y),
+        [(2,), (2,)],
+        [[(0,), (2,)]],
+    ),
     "split into sections": (
         [(2, "n")],
         lambda x: op.split(x, 3, 1),
