@@ -127,6 +127,39 @@ def test_flattening__of_what_was_broadcast(op, axis):
         compiled.check({"a": draw("", (n, 3, 2))})
 
 
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("opset", "axis"), [(11, 0), (11, 2), (13, 0), (13, 1), (13, -1)])
+def test_hardmax__of_rows_of_symbolic_length(opset, axis):
+    """The first of equal values is hot."""
+    model = make_model(
+        [helper.make_node("Hardmax", ["a"], ["y"], axis=axis)],
+        {"a": ("float32", ["N", "M", "K"])},
+        opset,
+    )
+    compiled = Compiled(model)
+    for sizes in ((2, 3, 4), (1, 1, 5)):
+        compiled.check({"a": np.round(draw("", sizes))})
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("op", ["ReduceL2", "ReduceLogSum", "ReduceLogSumExp"])
+def test_reductions__of_integers_are_rounded_to_zero(op, dtype):
+    node = helper.make_node(op, ["a"], ["y"], axes=[1], keepdims=0)
+    data = np.random.default_rng(0).integers(1, 9, (3, 4)).astype(dtype)
+    Compiled(make_model([node], {"a": (dtype, ["N", 4])}, 13)).check({"a": data})
+
+
+def test_gather__of_no_size_has_the_dtype_of_sizes():
+    nodes = [
+        helper.make_node("Shape", ["a"], ["sizes"]),
+        helper.make_node("Gather", ["sizes", "none"], ["y"]),
+    ]
+    weights = {"none": np.empty(0, "int32")}
+    Compiled(make_model(nodes, {"a": ("float32", ["N", 3])}, 13, weights)).check(
+        {"a": draw("", (2, 3))}
+    )
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "node",

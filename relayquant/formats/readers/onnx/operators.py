@@ -69,6 +69,7 @@ from relayquant.formats.readers.onnx.quantized import (
 from relayquant.formats.readers.onnx.recurrent import GRU, LSTM, RNN, convert_recurrent
 from relayquant.formats.readers.onnx.reductions import (
     REDUCTIONS,
+    convert_hardmax,
     convert_log_sum_exp,
     convert_one_hot,
     convert_reduction,
@@ -288,6 +289,7 @@ OPERATORS: dict[str, Convert] = {
     "Gemm": functools.partial(sum_in_float32, "Gemm"),
     "LSTM": functools.partial(convert_recurrent, LSTM),
     "Max": functools.partial(_fold_pairs, relax.op.maximum),
+    "Hardmax": convert_hardmax,
     "HardSwish": round_once(convert_hard_swish),
     "MatMul": functools.partial(sum_in_float32, "MatMul"),
     "MatMulInteger": convert_matmul_integer,

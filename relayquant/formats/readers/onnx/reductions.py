@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from tvm import relax
 
 from relayquant.base.axes import shape_along
 from relayquant.formats.readers.indices import count_from_start, take_largest
+from relayquant.formats.readers.onnx.broadcast import list_sizes
 from relayquant.formats.readers.onnx.sizes import emit_item, known_shape, read_sizes
 from relayquant.formats.readers.refusal import NotConstant
-from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 #: (data, axes, keepdims) -> value
 Reduce = Callable[..., relax.Expr]
@@ -25,7 +27,10 @@ Unary = Callable[[relax.Expr], relax.Expr]
 
 @dataclass(frozen=True)
 class Reduction:
-    """The function after(reduce(before(x))). Over no axes, only `before` and `after` remain."""
+    """The function after(reduce(before(x))). Over no axes, only `before` and `after` remain.
+
+    `after` of an integer is rounded to zero.
+    """
 
     reduce: Reduce
     before: Unary | None = None
@@ -66,8 +71,17 @@ def convert_reduction(
     if axes is None or axes:
         data = bb.emit(reduction.reduce(data, axes, bool(attrs.get("keepdims", 1))))
     if reduction.after is not None:
-        data = bb.emit(reduction.after(data))
+        data = compute_real(bb, reduction.after, data)
     return data
+
+
+def compute_real(bb: relax.BlockBuilder, function: Unary, data: relax.Expr) -> relax.Expr:
+    """Emit a function of real numbers: that of integers in float64, rounded to zero."""
+    dtype = tensor_dtype(data)
+    if "int" not in dtype:
+        return bb.emit(function(data))
+    real = bb.emit(relax.op.astype(data, "float64"))
+    return bb.emit(relax.op.astype(bb.emit(function(real)), dtype))
 
 
 def convert_log_sum_exp(
@@ -81,15 +95,45 @@ def convert_log_sum_exp(
     axes = read_axes(inputs, attrs)
     if axes is not None and not axes:
         return data
+    keepdims = bool(attrs.get("keepdims", 1))
+    return compute_real(bb, lambda real: sum_exponentials(bb, real, axes, keepdims), data)
+
+
+def sum_exponentials(
+    bb: relax.BlockBuilder, data: relax.Expr, axes: list[int] | None, keepdims: bool
+) -> relax.Expr:
+    """Return log(sum(exp(x - max))) + max of floats."""
     top = bb.emit(relax.op.max(data, axes, True))
     zero = relax.const(0.0, str(data.ty.dtype))
     top = bb.emit(relax.op.where(bb.emit(relax.op.isfinite(top)), top, zero))
     raised = bb.emit(relax.op.exp(bb.emit(relax.op.subtract(data, top))))
     total = bb.emit(relax.op.log(bb.emit(relax.op.sum(raised, axes, True))))
     result = bb.emit(relax.op.add(total, top))
-    if attrs.get("keepdims", 1):
-        return result
-    return relax.op.squeeze(result, axes)
+    return result if keepdims else relax.op.squeeze(result, axes)
+
+
+def convert_hardmax(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Convert Hardmax of rows of symbolic length: 1 at the first largest value, else 0. Others are
+    left to TVM.
+
+    Before opset 13, everything from the axis on is one row.
+    """
+    (data,) = inputs
+    sizes = list_sizes(data)
+    axis = int(attrs.get("axis", -1 if opset >= 13 else 1)) % len(sizes)
+    if opset < 13:
+        sizes = [prod(sizes[:axis]), prod(sizes[axis:])]
+        axis = 1
+    if isinstance(sizes[axis], int):
+        return None
+    rows = bb.emit(relax.op.reshape(data, sizes))
+    best = bb.emit(relax.op.argmax(rows, axis, True))
+    ramp = bb.emit(relax.op.arange(0, sizes[axis], 1, "int64"))
+    places = bb.emit(relax.op.reshape(ramp, (-1, *[1] * (len(sizes) - axis - 1))))
+    hot = bb.emit(relax.op.astype(bb.emit(relax.op.equal(places, best)), tensor_dtype(data)))
+    return relax.op.reshape(hot, data.ty.shape)
 
 
 def read_axes(inputs: Sequence[Any], attrs: dict[str, Any]) -> list[int] | None:

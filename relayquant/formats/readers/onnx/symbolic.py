@@ -202,7 +202,7 @@ def write_elements(array: np.ndarray) -> relax.Expr | None:
     items = list(array.ravel())
     if any(item is None for item in items):
         return None
-    if all(isinstance(item, bool) for item in items):
+    if items and all(isinstance(item, bool) for item in items):
         return relax.const(array.astype(bool), "bool")
     if all(isinstance(item, int) for item in items):
         return relax.const(array.astype("int64"), "int64")
