@@ -17,6 +17,7 @@ import numpy as np
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
+from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.codegen.kernels.emit import (
     CACHE_LINE,
     COPY_BYTES,
@@ -256,11 +257,11 @@ def can_use_reciprocal(spec: Quantize) -> bool:
 
 
 def count_corrections(spec: Quantize) -> int:
-    """Count the corrections after which a product with the reciprocal gives the right integer.
+    """Count the corrections after which products with the reciprocal give the right integer.
 
-    After one, the number before rounding to float32 differs from the exact quotient x by less than
-    2**-45 * x: the reciprocal and the product with it are off by 2**-24 each, and the correction
-    repeats these errors of that error. The integer can be wrong only if x is that close to where
+    Without one, the number before rounding to float32 differs from the exact quotient x by less
+    than 2**-46 * x: the rest of the reciprocal and the product with it are off by 2**-24 each, and
+    are below 2**-24 of the whole. The integer can be wrong only if x is that close to where
     results change: halfway between k + 1/2 and a neighbouring float32. So the float32 nearest to
     each of these points, times the scale, decides. In float64 all of this is exact.
     """
@@ -271,31 +272,35 @@ def count_corrections(spec: Quantize) -> int:
     changes = np.concatenate([ties + steps * part for part in (-0.5, -0.25, 0.25, 0.5)])
     exact = changes * np.float64(scale)
     distance = np.abs(exact.astype("float32").astype("float64") - exact)
-    return 1 if (distance > 2.0**-44 * np.abs(exact)).all() else 2
+    return 0 if (distance > 2.0**-44 * np.abs(exact)).all() else 1
 
 
-def emit_quotient(value: Expr, spec: Quantize, lanes: int) -> Expr:
+def emit_quotient(value: Expr, spec: Quantize, lanes: int, *, saturates: bool = False) -> Expr:
     """Compute RN(value / scale), or a number that rounds to the same integer. NaN gives 0.
 
-    A division costs as much as 16 multiplications. Each step here adds the remainder, which FMA
-    computes without rounding, times the reciprocal. The first step gives a neighbour of the exact
-    quotient, the second rounds it correctly (Markstein 1990). It is left out where it changes no
-    integer. Quotients below 2**-2, whose remainders may underflow, round to the integer 0 anyway.
+    A division costs as much as 16 multiplications. The reciprocal is the sum of two numbers, and
+    the products with them are added with one rounding. This gives a neighbour of the exact
+    quotient. A correction adds the remainder, which FMA computes without rounding, times the
+    reciprocal, which rounds correctly (Markstein 1990). It is left out where it changes no integer.
+    Quotients below 2**-2, whose small products may underflow, round to the integer 0 anyway.
 
     The value is bounded instead of the quotient. This keeps both finite and gives the same
-    integers: RN(bound * scale) / scale differs from the bound by far less than 1/2.
+    integers: RN(bound * scale) / scale differs from the bound by far less than 1/2. With
+    `saturates` the lower bound is left to the packs: numbers that no int32 holds, and NaN, become
+    the least one (`emit_packed`), also where the products of an infinite value cancel.
     """
     scale = np.float32(spec.scale)
     low, high = (np.float32(bound - spec.out.zero_point) * scale for bound in spec.out.bounds)
-    divisor = constant("float32", float(-scale), lanes)
-    factor = constant("float32", float(np.float32(1) / scale), lanes)
-    bounded = T.min(
-        T.max(value, constant("float32", float(low), lanes)),
-        constant("float32", float(high), lanes),
-    )
+    factor = np.float32(1) / scale
+    rest = np.float32(1 / np.float64(scale) - np.float64(factor))
+    divisor, factor, rest = (constant("float32", float(x), lanes) for x in (-scale, factor, rest))
+    bounded = value
+    if not saturates or spec.out.bounds[0] != INTEGER_LIMITS[spec.out.dtype][0]:
+        bounded = T.max(bounded, constant("float32", float(low), lanes))
+    bounded = T.min(bounded, constant("float32", float(high), lanes))
     zero = constant("float32", float(np.clip(np.float32(0), low, high)), lanes)
     value = T.Select(T.isnan(value), zero, bounded)
-    quotient = value * factor
+    quotient = emit_fma(value, factor, value * rest, lanes)
     for _ in range(count_corrections(spec)):
         remainder = emit_fma(divisor, quotient, value, lanes)
         quotient = emit_fma(remainder, factor, quotient, lanes)
@@ -364,7 +369,7 @@ def emit_packed_pixels(rows: list[Expr], spec: Quantize, isa: Isa) -> Expr:
     within the blocks, and one joins the blocks.
     """
     lanes, channels = isa.lanes, len(rows)
-    reals = [emit_quotient(row, spec, lanes) for row in rows]
+    reals = [emit_quotient(row, spec, lanes, saturates=True) for row in rows]
     reals += reals[-1:] * (PACKED - channels)
     packed = emit_packed(isa, replace(spec.out, low=None, high=None, is_small=True), reals)
     pixel, channel = np.divmod(np.arange(channels * PART), channels)
