@@ -117,6 +117,19 @@ def test_build_mean__equals_numpy(isa, case, dtype):
     np.testing.assert_array_equal(got, store(sums * factor, OUT))
 
 
+@with_machines
+@pytest.mark.parametrize(
+    ("dtype", "end", "count"),
+    [("uint8", 255, 257), ("uint8", 255, 258), ("int8", -128, 256), ("int8", -128, 257)],
+)
+def test_build_mean__largest_sums_of_16_bits_and_beyond(isa, dtype, end, count):
+    x = np.full((1, count, 80), end, dtype)
+    spec = Mean(x.shape, 1, 1, Space(dtype, -3, 0.5), OUT)
+    got = call_kernel(build_mean(spec), runnable_target(isa), [x], (1, 1, 80), "uint8")
+    total = np.full((1, 1, 80), count * (end + 3), "float32")
+    np.testing.assert_array_equal(got, store(total * (F32(0.5) / F32(count)), OUT))
+
+
 def test_build_mean__of_everything_is_a_scalar():
     x = np.arange(24, dtype="int8").reshape(1, 2, 3, 4)
     spec = Mean(x.shape, 0, 3, Space("int8", 0, 2.0), OUT)

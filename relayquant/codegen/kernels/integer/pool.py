@@ -46,8 +46,10 @@ from relayquant.errors import format_count
 PARALLEL_READS = 1 << 18
 #: Fewest rows of results that threads share, instead of pixels.
 FEWEST_ROWS = 16
-#: Channels summed at once.
-LANES = 16
+#: Channels summed at once; and in sums of 16 bits.
+LANES, NARROW_LANES = 16, 64
+#: Fewest values of a sum of 16 bits. Fewer do not repay that it is converted to 32 bits.
+FEWEST_NARROW = 8
 #: The integer of minus infinity; see `order_bits`.
 LOWEST_ORDERED = 0x807F - 0x10000
 
@@ -282,6 +284,7 @@ def build_avg_pool2d(
     check_integer_output("AvgPool2d", spec.out)
     window = spec.window
     counted = window.pads if spec.count_include_pad else ((0, 0), (0, 0))
+    sum_dtype = choose_sums(spec)
     (kh, kw), channels = window.kernel, window.channels
 
     def body() -> None:
@@ -296,27 +299,43 @@ def build_avg_pool2d(
             factor = T.float32(spec.data.multiplier) / T.Cast("float32", count)
 
             def step(channel: Expr, lanes: int) -> None:
-                (total,) = alloc_vectors(1, lanes)
-                store_vector(total, constant("int32", 0, lanes), 0, lanes)
+                (total,) = alloc_vectors(1, lanes, sum_dtype)
+                store_vector(total, constant(sum_dtype, 0, lanes), 0, lanes)
                 with T.grid(kh, kw) as (i, j):
                     y, y_inside = emit_tap(window, oy, i, 0)
                     x, x_inside = emit_tap(window, ox, j, 1)
                     at = ((n * window.height + y) * window.width + x) * channels + channel
-                    value = T.Cast(vector("int32", lanes), load_vector(data, at, lanes))
-                    value = value - constant("int32", spec.data.zero_point, lanes)
+                    value = T.Cast(vector(sum_dtype, lanes), load_vector(data, at, lanes))
                     if window.leaves_image:
+                        value = value - constant(sum_dtype, spec.data.zero_point, lanes)
                         inside = broadcast(T.And(y_inside, x_inside), lanes)
-                        value = T.Select(inside, value, constant("int32", 0, lanes))
+                        value = T.Select(inside, value, constant(sum_dtype, 0, lanes))
                     store_vector(total, load_vector(total, 0, lanes) + value, 0, lanes)
-                real = T.Cast(vector("float32", lanes), load_vector(total, 0, lanes))
+                sums = T.Cast(vector("int32", lanes), load_vector(total, 0, lanes))
+                if not window.leaves_image:
+                    sums = sums - constant("int32", kh * kw * spec.data.zero_point, lanes)
+                real = T.Cast(vector("float32", lanes), sums)
                 value = spec.out.emit_rounded(real * broadcast(factor, lanes), lanes)
                 height, width = window.out_size
                 at = ((n * height + oy) * width + ox) * channels + channel
                 store_vector(out, value, at, lanes)
 
-            emit_vector_loop(channels, LANES, step)
+            emit_vector_loop(channels, LANES if sum_dtype == "int32" else NARROW_LANES, step)
 
     return build_kernel(name, body)
+
+
+def choose_sums(spec: AvgPool2d) -> str:
+    """Return the dtype of the sums of windows: 16 bits if they hold all sums of the values.
+
+    The zero point is subtracted from the whole sum, or from each value if windows leave the image.
+    """
+    dtype, count = spec.data.dtype, prod(spec.window.kernel)
+    narrow = "uint16" if dtype.startswith("u") else "int16"
+    low, high = (count * limit for limit in INTEGER_LIMITS[dtype])
+    fits = INTEGER_LIMITS[narrow][0] <= low and high <= INTEGER_LIMITS[narrow][1]
+    is_narrow = fits and count >= FEWEST_NARROW and not spec.window.leaves_image
+    return narrow if is_narrow else "int32"
 
 
 def build_mean(
