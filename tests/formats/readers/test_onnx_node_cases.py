@@ -24,8 +24,12 @@ SAYS = (
 )
 
 #: Differs at 2 of 192 values by two steps of float16: onnx rounds after each step of its softmax,
-#: this once.
-FAULTS = {"test_attention_4d_causal_fp16", "test_attention_4d_causal_fp16_expanded"}
+#: this once. The transform expects 2e-7 where the exact result, and ours, is 0, within 1e-7.
+FAULTS = {
+    "test_attention_4d_causal_fp16",
+    "test_attention_4d_causal_fp16_expanded",
+    "test_dft_inverse_opset19",
+}
 
 
 def is_terse(result: Result) -> bool:

@@ -197,6 +197,27 @@ def test_fused_activation__that_no_kernel_computes(tmp_path, function):
         load(tmp_path, [tensor("x"), tensor("y")], [call], ["x"], ["y"])
 
 
+@pytest.mark.parametrize("kind", ["MUL", "NEG", "TRANSPOSE", "EXPAND_DIMS"])
+def test_complex_numbers__are_not_taken_for_pairs_of_numbers(tmp_path, kind):
+    others = {"MUL": ["x"], "TRANSPOSE": ["order"], "EXPAND_DIMS": ["axis"]}.get(kind, [])
+    shapes = {"TRANSPOSE": (3, 2), "EXPAND_DIMS": (2, 3, 1)}
+    tensors = [
+        tensor("x", dtype="complex64"),
+        tensor("y", shape=shapes.get(kind, (2, 3)), dtype="complex64"),
+        tensor("order", np.array([1, 0], "int32")),
+        tensor("axis", np.array(-1, "int32")),
+    ]
+    match = rf"{kind}.*it reads complex numbers; supported: CAST, COMPLEX_ABS, IMAG, REAL, SQUEEZE"
+    with pytest.raises(ModelError, match=match):
+        load(tmp_path, tensors, [(kind, ["x", *others], "y")], ["x"], ["y"])
+
+
+def test_complex_numbers__are_not_made_by_casts(tmp_path):
+    tensors = [tensor("x"), tensor("y", dtype="complex64")]
+    with pytest.raises(ModelError, match=r"CAST.*its result is complex; supported: real numbers"):
+        load(tmp_path, tensors, [("CAST", ["x"], "y")], ["x"], ["y"])
+
+
 @pytest.mark.parametrize("kind", ["RANDOM_UNIFORM", "RANDOM_STANDARD_NORMAL"])
 def test_random_numbers__are_refused(tmp_path, kind):
     tensors = [tensor("x"), tensor("sizes", np.array([2, 3], "int32")), tensor("y")]

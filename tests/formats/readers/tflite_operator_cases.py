@@ -1149,6 +1149,19 @@ def network_cases() -> Iterator[Case]:
     yield Case("REAL", [pair], np.real)
     yield Case("IMAG", [pair], np.imag)
     yield Case("COMPLEX_ABS", [pair], np.abs)
+    yield Case("CAST", [pair], np.real)
+    wide = numbers(2, 5, 6)
+    for height, width in ((1, 6), (5, 6), (8, 4), (4, 9)):
+        yield Case(
+            "RFFT2D",
+            [wide[:, :1] if height == 1 else wide, ints(height, width)],
+            lambda x, n: np.fft.rfft2(x, n).astype("complex64"),
+            "Rfft2dOptions",
+            atol=1e-4,
+        )
+    thin = pair[:, None, :, None]
+    for axes, kept in (([-1], thin[..., 0]), ([1], thin[:, 0]), ([-3, -1], pair), ([], pair)):
+        yield Case("SQUEEZE", [thin], lambda x, y=kept: y, "SqueezeOptions", {"SqueezeDims": axes})
 
 
 def lrn(x, radius, bias, alpha, beta):

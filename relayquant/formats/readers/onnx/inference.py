@@ -151,7 +151,7 @@ def infer_outputs(
         Refusal: types or shapes of the operands do not fit, or an output needs too much memory.
     """
     types: dict[str, onnx.TypeProto] = {}
-    for name in node.input:
+    for name in filter(None, node.input):
         found = describe_type(operands.get(name), names)
         if found is None:
             return {}  # a sequence or an optional

@@ -76,6 +76,7 @@ from relayquant.formats.readers.onnx.reductions import (
     convert_top_k,
 )
 from relayquant.formats.readers.onnx.resize import convert_resize, convert_upsample
+from relayquant.formats.readers.onnx.signal import convert_dft, convert_stft
 from relayquant.formats.readers.onnx.sizes import (
     convert_constant_of_shape,
     convert_reshape,
@@ -250,6 +251,7 @@ OPERATORS: dict[str, Convert] = {
     "AveragePool": convert_average_pool,
     "Celu": round_once(convert_celu),
     "Clip": convert_clip,
+    "DFT": round_once(convert_dft),
     "Elu": round_once(convert_elu),
     "CumSum": functools.partial(require_constant, "axis", 1),
     "AffineGrid": functools.partial(require_constant, "size", 1),
@@ -273,6 +275,7 @@ OPERATORS: dict[str, Convert] = {
     "RoiAlign": convert_roi_align,
     "Shrink": convert_shrink,
     "SpaceToDepth": convert_space_to_depth,
+    "STFT": round_once(convert_stft),
     "Squeeze": convert_squeeze,
     "TopK": convert_top_k,
     "Upsample": convert_upsample,

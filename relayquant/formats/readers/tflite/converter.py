@@ -67,6 +67,9 @@ DATA_MOVEMENT = frozenset(
     ]
 )
 
+#: Operators that read complex numbers, which are pairs along a last axis that the file lacks.
+COMPLEX = ("CAST", "COMPLEX_ABS", "IMAG", "REAL", "SQUEEZE")
+
 #: Operators that use only the order or the shape of integers.
 ORDER_OR_SHAPE = frozenset({"ARG_MAX", "ARG_MIN", "RANK", "SHAPE"})
 
@@ -139,6 +142,7 @@ class Converter(FRONTEND.OperatorConverter):
         self.kind = ""
         self.in_float = False
         self.number_types = {getattr(TensorType, name) for name in SIZES}
+        self.complex_type = TensorType.COMPLEX64
         table = OPERATORS | FLOW | dict.fromkeys(LAYERS, convert_layer)
         self.convert_map |= {kind: partial(f, self) for kind, f in table.items()}
 
@@ -262,6 +266,7 @@ class Converter(FRONTEND.OperatorConverter):
         """Convert an operator. Its results get the names of its outputs."""
         self.kind = kind
         self.check_state(op, kind)
+        self.check_complex(op, kind)
         convert = partial(self.convert_map[kind], op=op)
         quantized = self.is_quantized_call(op, kind)
         value = self.convert_in_float(op, convert) if quantized else convert()
@@ -303,6 +308,15 @@ class Converter(FRONTEND.OperatorConverter):
         if names or kind == "SVDF":
             where = f" in {', '.join(map(repr, names))}" if names else ""
             raise Refusal(f"it keeps its state from run to run{where}", STATE)
+
+    def check_complex(self, op: Any, kind: str) -> None:
+        """Raise Refusal for an operator that would take pairs of a complex number for numbers."""
+        tensors = [t for t in self.get_input_tensors(op) if t.tensor_idx >= 0]
+        if kind not in COMPLEX and any(map(self.is_complex, tensors)):
+            raise Refusal(f"it reads complex numbers; supported: {', '.join(COMPLEX)}")
+
+    def is_complex(self, tensor: Any) -> bool:
+        return tensor.tensor.Type() == self.complex_type
 
     def check_result(self, tensor: Any, name: str, value: relax.Expr) -> None:
         """Raise Refusal for a result whose type differs from the file: then TVM's operator

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
+from relayquant.formats.readers.fourier import emit_product, make_transform
 from relayquant.formats.readers.indices import take_largest
 from relayquant.formats.readers.refusal import FIX_SIZES, Refusal
 from relayquant.formats.readers.tflite.options import read_options
@@ -119,8 +120,38 @@ def convert_cumsum(converter: Any, op: Any) -> relax.Expr:
 # -- shapes and indices ----------------------------------------------------------------------------
 
 
+def convert_cast(converter: Any, op: Any) -> relax.Expr:
+    """Convert CAST. Of complex numbers it takes the real part, as TFLite's kernel does."""
+    (source,), (result,) = converter.get_input_tensors(op), converter.get_output_tensors(op)
+    if converter.is_complex(result):
+        raise Refusal("its result is complex; supported: real numbers")
+    data = (
+        converter.convert_real(op) if converter.is_complex(source) else operands(converter, op)[0]
+    )
+    return relax.op.astype(data, converter.get_tensor_type_str(result.tensor.Type()))
+
+
+def convert_rfft2d(converter: Any, op: Any) -> relax.Expr:
+    """Convert RFFT2D along the last two axes, of which the last is onesided. TVM writes out every
+    step of a transform, and needs as many numbers as the file says.
+    """
+    data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
+    height, width = read_constant(converter, op, 1).tolist()
+    rank = len(data.ty.shape)
+    shape = [*data.ty.shape.values, 1]
+    value = converter.bb.emit(relax.op.reshape(data, shape))
+    row = make_transform(width, results=width // 2 + 1)[:, :1]
+    value = emit_product(converter.bb, value, rank - 1, row)
+    if height == 1 == shape[-3]:
+        return value
+    return emit_product(converter.bb, value, rank - 2, make_transform(height, results=height))
+
+
 def convert_squeeze(converter: Any, op: Any) -> relax.Expr:
-    """Convert SQUEEZE along the given axes, or along all axes of size 1 if none is given."""
+    """Convert SQUEEZE along the given axes, or along all axes of size 1 if none is given.
+
+    Complex numbers are pairs along an axis of their own behind those of the file.
+    """
     from tflite import SqueezeOptions
 
     (data,) = operands(converter, op)
@@ -128,7 +159,9 @@ def convert_squeeze(converter: Any, op: Any) -> relax.Expr:
     if op.BuiltinOptions() is not None:
         axes = np.atleast_1d(read_options(op, SqueezeOptions).SqueezeDimsAsNumpy())
     has_none = axes.dtype != np.int32 or not axes.size
-    return relax.op.squeeze(data, None if has_none else axes.tolist())
+    (tensor,) = converter.get_input_tensors(op)
+    rank = tensor.tensor.ShapeLength()
+    return relax.op.squeeze(data, None if has_none else [int(axis) % rank for axis in axes])
 
 
 def convert_expand_dims(converter: Any, op: Any) -> relax.Expr:
@@ -561,6 +594,7 @@ OPERATORS: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
     "BATCH_TO_SPACE_ND": convert_batch_to_space,
     "BROADCAST_TO": convert_broadcast_to,
     "BUCKETIZE": convert_bucketize,
+    "CAST": convert_cast,
     "CUMSUM": convert_cumsum,
     "DEQUANTIZE": convert_dequantize,
     "DYNAMIC_UPDATE_SLICE": convert_update,
@@ -583,6 +617,7 @@ OPERATORS: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
     "RESHAPE": convert_reshape,
     "RESIZE_NEAREST_NEIGHBOR": convert_resize_nearest,
     "REVERSE_V2": convert_reverse,
+    "RFFT2D": convert_rfft2d,
     "SCATTER_ND": convert_scatter_nd,
     "SELECT": convert_select,
     "SELECT_V2": convert_select,
