@@ -6,6 +6,7 @@ by shard.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -154,7 +155,7 @@ class StoredData:
         self.record, self.values = part, replace(store, starts=part.starts)
 
     def read_chosen(self, name: str, chosen: Sequence[int]) -> Iterator[np.ndarray]:
-        """Read some batches of an input, in order."""
+        """Read some batches of a value, in order."""
         wanted = set(chosen)
         for shard in self.shards:
             if wanted.isdisjoint(range(shard.start, shard.stop)):
@@ -187,24 +188,31 @@ class StoredData:
         """Whether the judge accepts some of the samples of a batch."""
         return self.can_cut and not judge.subgraph.symbols
 
-    def read_judged(self, judge: OutputJudge) -> list[JudgedBatch]:
-        """Read the batches of `choose_judged`. A large batch is cut to its first samples if
-        possible.
+    def find_cut(self, judge: OutputJudge, numbers: Sequence[int]) -> int | None:
+        """Return how many samples of each of these batches the judge uses. None: all."""
+        if not self.can_cut_for(judge):
+            return None
+        most = math.ceil(judge.samples / max(len(numbers), 1))
+        symbols = [self.record.symbols[number] for number in numbers]
+        sizes = [of_batch[info.shape[0]] for of_batch in symbols for info in self.inputs]
+        return most if max(sizes, default=0) > most else None
+
+    def read_judged(self, judge: OutputJudge, results: Sequence[str]) -> list[JudgedBatch]:
+        """Read the batches of `choose_judged`, with the float model's `results` if they are stored.
+        A large batch is cut to its first samples if possible.
         """
-        numbers, can_cut = self.choose_judged(judge), self.can_cut_for(judge)
-        names, most = self.find_judged(judge), math.ceil(judge.samples / max(len(numbers), 1))
+        numbers = self.choose_judged(judge)
+        most = self.find_cut(judge, numbers)
+        batches = self.read_batches(numbers, *self.find_judged(judge))
+        known = self.read_batches(numbers, *results) if results else itertools.repeat({})
         found = []
-        for number, batch in zip(numbers, self.read_batches(names, numbers), strict=True):
+        for number, batch, of_batch in zip(numbers, batches, known, strict=False):
             symbols = self.record.symbols[number] if self.record.symbols else {}
-            if can_cut:
-                batch = {name: array[:most] for name, array in batch.items()}
-            found.append(JudgedBatch(batch, symbols))
+            found.append(JudgedBatch({n: a[:most] for n, a in batch.items()}, symbols, of_batch))
         return found
 
-    def read_batches(
-        self, names: Sequence[str], chosen: Sequence[int]
-    ) -> Iterator[dict[str, np.ndarray]]:
-        """Read some batches of some inputs, in order."""
+    def read_batches(self, chosen: Sequence[int], *names: str) -> Iterator[dict[str, np.ndarray]]:
+        """Read some batches of some values, in order."""
         for arrays in zip(*(self.read_chosen(name, chosen) for name in names), strict=True):
             yield dict(zip(names, arrays, strict=True))
 

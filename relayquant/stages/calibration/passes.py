@@ -39,26 +39,35 @@ class DataPass:
             the breakpoints of these subgraphs are made.
         is_float: Whether values pass through in float, whatever was chosen.
         is_part: Whether some of the batches are enough.
+        results: The model's results, which the last subgraph computes, for what ranges are judged
+            by. No choice needs them.
     """
 
     split: SplitGraph
     steps: tuple[tuple[Subgraph, ...], ...]
     is_float: bool = False
     is_part: bool = False
+    results: tuple[str, ...] = ()
 
 
 def plan_passes(
-    graph: CalibrationGraph, plan: Plan, order: Order, fits: Sequence[FitPoint]
+    graph: CalibrationGraph,
+    plan: Plan,
+    order: Order,
+    fits: Sequence[FitPoint],
+    *,
+    results: bool = False,
 ) -> tuple[DataPass, ...]:
     """Return the passes of a calibration that chooses the parameters of the plan's activations
-    and fits the operators `fits`.
+    and fits the operators `fits`. With `results`, a float pass computes the model's, too.
     """
     groups = plan.activations
     if order is Order.TOPOLOGICAL:
         split = split_graph(graph, groups, fits)
         return (DataPass(split, tuple((subgraph,) for subgraph in split.subgraphs)),)
-    observe = split_graph(graph, groups, prefix="observe")
-    passes = [DataPass(observe, (observe.subgraphs,), is_float=True)]
+    observe = split_graph(graph, groups, results=results, prefix="observe")
+    names = observe.subgraphs[-1].observed if results else ()
+    passes = [DataPass(observe, (observe.subgraphs,), is_float=True, results=names)]
     if fits:
         split = split_graph(graph, (), fits, prefix="fit")
         steps = tuple((subgraph,) for subgraph in split.subgraphs)

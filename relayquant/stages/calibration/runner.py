@@ -154,8 +154,8 @@ def pick_parameters(
     if not needs_data:
         return CalibrationResult(parameters, constants)
     fit_points = [f.point for f in fits.values()] if fit.is_needed else []
-    passes = plan_passes(prepared.graph, plan, order, fit_points)
     is_judged = order is Order.PARALLEL and any(isinstance(p, OutputSQNR) for p in observers)
+    passes = plan_passes(prepared.graph, plan, order, fit_points, results=is_judged)
     judge = OutputJudge(prepared.graph, load_module) if is_judged else None
     with limit_blas(), ExitStack() as stack:
         if checkpoint is None:
@@ -227,6 +227,8 @@ class _Run:
         self.chosen: list[tuple[int, ...]] = []
         #: indices of the batches that ranges are chosen by
         self.judged: tuple[int, ...] = ()
+        #: whether the float pass leaves their results: not if the judge uses parts of batches
+        self.knows_results = False
         self.steps = 0  # number of steps done
         self.done = 0  # number of batches done, over all steps
         #: arrays for all variables of the graph, and for the values that depend only on them
@@ -246,7 +248,9 @@ class _Run:
         used.update(self.judge.inputs if self.judge is not None else ())
         self.data.load(data, used, self.callbacks)
         self.chosen = [self.choose_batches(data_pass) for data_pass in self.passes]
-        self.judged = () if self.judge is None else self.data.choose_judged(self.judge)
+        if self.judge is not None:
+            self.judged = self.data.choose_judged(self.judge)
+            self.knows_results = self.data.find_cut(self.judge, self.judged) is None
 
     def choose_batches(self, data_pass: DataPass) -> tuple[int, ...]:
         """Return the indices of the batches that a pass runs on."""
@@ -336,6 +340,8 @@ class _Run:
         }
         computed = dict.fromkeys(name for subgraph in subgraphs for name in subgraph.outputs)
         stored = tuple(name for name in computed if name in later | replay)
+        results = data_pass.results if self.knows_results else ()
+        judged = {*stored, *results}
         fits = {
             point.operator: self.observe_fit(point)
             for subgraph in subgraphs
@@ -346,15 +352,18 @@ class _Run:
         parts = {key: seen.for_part(shards[0], self.data.count) for key, seen in observed.items()}
         tasks = [
             ShardTask(
-                subgraphs,
+                subgraphs if is_judged or not data_pass.results else subgraphs[:-1],
                 shard,
                 self.data.values,
                 parts,
                 fits,
-                stored,
+                tuple(name for name in computed if name in judged) if is_judged else stored,
                 self.data.record.symbols[shard.start : shard.stop] if has_symbols else (),
             )
             for shard in shards
+            for is_judged in [
+                bool(results) and any(shard.start <= n < shard.stop for n in self.judged)
+            ]
         ]
         known = {**self.variables, **self.fixed}
         read = dict.fromkeys(
@@ -383,7 +392,7 @@ class _Run:
             )
             result.observers[key] = observer.name
         if data_pass.is_float and self.judge is not None:
-            self.choose_ranges(self.judge, observers, states.groups, result)
+            self.choose_ranges(self.judge, observers, states.groups, result, results)
         for key, observer in observers.items():
             if key in self.min_scales:
                 raised = raise_scale(result.parameters[key], self.plan.group(key), self.min_scales)
@@ -400,8 +409,11 @@ class _Run:
         observers: Mapping[str, Observer[Any] | CallableCalibration],
         states: Mapping[str, Any],
         result: CalibrationResult,
+        results: Sequence[str],
     ) -> None:
-        """Replace ranges in `result` by the ranges that the outputs favour."""
+        """Replace ranges in `result` by the ranges that the outputs favour. Of the judged batches,
+        these results are stored.
+        """
         judged = {
             key: observer for key, observer in observers.items() if isinstance(observer, OutputSQNR)
         }
@@ -414,7 +426,8 @@ class _Run:
                 return relative[key]
             return judged[key].find_range(name, states[key], self.plan.group(key).info)
 
-        chosen = judge.choose(relative, judged.keys(), find, self.data.read_judged(judge))
+        batches = self.data.read_judged(judge, results)
+        chosen = judge.choose(relative, judged.keys(), find, batches)
         for key, (name, qparams) in chosen.items():
             result.observers[key], result.parameters[key] = name, qparams
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.ir.rewrite import Graph
+from relayquant.stages.calibration import observer_selection
 from relayquant.stages.calibration.observer_selection import (
     CANDIDATES,
     JUDGED_WORK,
@@ -328,6 +330,40 @@ def test_calibrate__a_value_whose_channels_a_reshape_splits_is_observed_too():
     data = [batch["x"] for batch in draw_batches(mod, 8)]
     qmod = rq.quantize(mod, None, data, callbacks=())
     assert rq.ledger(qmod).guard.sqnr > 30
+
+
+@pytest.mark.parametrize(("batch", "is_known"), [(1, True), (3, False)])
+def test_calibrate__ranges_are_judged_by_the_results_of_the_float_pass(
+    batch, is_known, monkeypatch
+):
+    """The judge runs the float model itself only where it uses parts of batches."""
+    mod = two_heads()
+    data = [np.concatenate(draw_rare(batch, seed)) for seed in range(70)]
+    choose, runs, seen, trials = OutputJudge.choose, [], [], []
+
+    def watch(judge, parameters, keys, find, batches):
+        def load(split):
+            functions = judge_load(split)
+            return SimpleNamespace(run=lambda *args: runs.append(args) or functions.run(*args))
+
+        judge_load, judge.load_module = judge.load_module, load
+        seen.extend(batches)
+        return choose(judge, parameters, keys, find, batches)
+
+    def try_candidates(sections, measure):
+        return choose_candidates(sections, lambda names: trials.append(names) or measure(names))
+
+    monkeypatch.setattr(OutputJudge, "choose", watch)
+    monkeypatch.setattr(observer_selection, "choose_candidates", try_candidates)
+    rq.calibrate(rq.prepare(mod), data)
+    assert len(seen) == MOST_JUDGED
+    assert {len(array) for each in seen for array in each.inputs.values()} == {1}
+    assert len(runs) == (len(trials) + (not is_known)) * len(seen)
+    for each in seen:
+        assert bool(each.results) == is_known
+        expected = rq.reference.run(mod, [each.inputs["x"]])
+        for got, want in zip(each.results.values(), expected, strict=False):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
 
 
 @pytest.mark.slow
