@@ -19,7 +19,7 @@ def emit_layer(
     data: relax.Expr,
     weights: tuple[relax.Expr, relax.Expr, relax.Expr | None],
     states: int,
-    first: relax.Expr | None,
+    first: relax.Expr | None = None,
     **settings: Any,
 ) -> tuple[relax.Expr, list[relax.Expr]]:
     """Emit one direction of a layer. Returns (hidden state of each step, last states).
