@@ -16,6 +16,12 @@ from relayquant.formats.readers.onnx.contrib import (
     convert_qlinear_where,
 )
 from relayquant.formats.readers.onnx.convolutions import convert_fused_conv
+from relayquant.formats.readers.onnx.fused import (
+    convert_fused_gemm,
+    convert_fused_matmul,
+    convert_quick_gelu,
+    convert_skip_simplified_layer_normalization,
+)
 from relayquant.formats.readers.onnx.grouped import convert_matmul_nbits
 from relayquant.formats.readers.onnx.normalization import (
     convert_embed_layer_normalization,
@@ -104,6 +110,18 @@ FOREIGN: dict[str, dict[str, ForeignOperator]] = {
         "FusedConv": ForeignOperator(
             convert_fused_conv, ("activation", "activation_params", *_CONV)
         ),
+        "FusedGemm": ForeignOperator(
+            convert_fused_gemm,
+            (
+                *("activation", "activation_alpha", "activation_beta"),
+                *("alpha", "beta", "transA", "transB"),
+            ),
+        ),
+        "FusedMatMul": ForeignOperator(
+            convert_fused_matmul,
+            ("alpha", "transA", "transB"),
+            neutral={"transBatchA": 0, "transBatchB": 0},
+        ),
         "Gelu": ForeignOperator(),
         "MatMulInteger16": ForeignOperator(),
         "MatMulIntegerToFloat": ForeignOperator(convert_matmul_integer_to_float),
@@ -125,9 +143,16 @@ FOREIGN: dict[str, dict[str, ForeignOperator]] = {
             convert_qembed_layer_normalization, ("epsilon",), outputs=2
         ),
         "QLinearWhere": ForeignOperator(convert_qlinear_where),
+        "QuickGelu": ForeignOperator(convert_quick_gelu, ("alpha",)),
         "QuantizeLinear": ForeignOperator(convert_quantize_linear, _QUANTIZED),
         "SkipLayerNormalization": ForeignOperator(
             convert_skip_layer_normalization, ("epsilon",), outputs=4
+        ),
+        "SkipSimplifiedLayerNormalization": ForeignOperator(
+            convert_skip_simplified_layer_normalization,
+            ("epsilon",),
+            required=("epsilon",),
+            outputs=4,
         ),
     }
 }
