@@ -86,35 +86,39 @@ def make_pipeline(
             widen_types(order_values(mod)), target, bf16=bf16, choose_schedule=choose_float
         )
         with target:
-            lowered = tvm.transform.Sequential(
-                [
-                    # sort, topk and cumulative sums, which have no legalization
-                    relax.backend.DispatchSortScan(),
-                    relax.backend.DispatchSampling(),
-                    relax.transform.LegalizeOps(LEGALIZATIONS),
-                    relax.transform.AnnotateTIROpPattern(),
-                    KEEP_APART,
-                    relax.transform.FuseOps(),
-                    relax.transform.FuseTIR(),
-                    create_schedule_pass(target),
-                    create_reduction_init_pass(),
-                    create_math_pass(target),
-                    create_wrapping_pass(target),
-                    relax.transform.RewriteDataflowReshape(),
-                    relax.transform.ToNonDataflow(),
-                    relax.transform.RemovePurityChecking(),
-                    create_shape_checks(checks),
-                    create_input_checks(target),
-                    relax.transform.CallTIRRewrite(),
-                    PLAN_MEMORY,
-                    relax.transform.LowerAllocTensor(),
-                    relax.transform.KillAfterLastUse(),
-                    relax.transform.LowerRuntimeBuiltin(),
-                    relax.transform.ComputePrimValue(),
-                    relax.transform.VMShapeLower(),
-                    relax.transform.AttachGlobalSymbol(),
-                ]
-            )(mod)
-        return add_pool(lowered, target)
+            return add_pool(make_lowering(target, create_shape_checks(checks))(mod), target)
 
     return tvm.transform.module_pass(run, opt_level=0, name="relayquant.codegen")  # pyright: ignore[reportReturnType]
+
+
+def make_lowering(target: Target, check_shapes: tvm.transform.Pass) -> tvm.transform.Pass:
+    """Make the passes behind the kernels: those of TVM's own pipeline, with ours between them."""
+    return tvm.transform.Sequential(
+        [
+            # sort, topk and cumulative sums, which have no legalization
+            relax.backend.DispatchSortScan(),
+            relax.backend.DispatchSampling(),
+            relax.transform.LegalizeOps(LEGALIZATIONS),
+            relax.transform.AnnotateTIROpPattern(),
+            KEEP_APART,
+            relax.transform.FuseOps(),
+            relax.transform.FuseTIR(),
+            create_schedule_pass(target),
+            create_reduction_init_pass(),
+            create_math_pass(target),
+            create_wrapping_pass(target),
+            relax.transform.RewriteDataflowReshape(),
+            relax.transform.ToNonDataflow(),
+            relax.transform.RemovePurityChecking(),
+            check_shapes,
+            create_input_checks(target),
+            relax.transform.CallTIRRewrite(),
+            PLAN_MEMORY,
+            relax.transform.LowerAllocTensor(),
+            relax.transform.KillAfterLastUse(),
+            relax.transform.LowerRuntimeBuiltin(),
+            relax.transform.ComputePrimValue(),
+            relax.transform.VMShapeLower(),
+            relax.transform.AttachGlobalSymbol(),
+        ]
+    )

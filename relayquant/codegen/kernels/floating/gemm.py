@@ -313,12 +313,7 @@ def make_batch_matmul(
 ) -> PrimFunc:
     """Make PrimFunc(x, w, y). The weights are read in place, nothing is packed."""
     rows, inner, outputs = spec.rows, spec.inner, spec.outputs
-    known_rows = static(rows)
-    isa, panels = choose_panels(outputs, known_rows, isa, static(inner) or 0)
-    count: Any = 1
-    for extent in spec.batch:
-        known = static(extent)
-        count = count * (extent if known is None else known)
+    isa, panels = choose_panels(outputs, static(rows), isa, static(inner) or 0)
 
     def body() -> None:
         x, weight, y = declare_arguments(
@@ -329,6 +324,7 @@ def make_batch_matmul(
 
         def tile(batch: Expr, members: list[Expr], starts: list[Expr]) -> None:
             base = 0 if spec.shared else batch * (inner * outputs)
+            targets = [(batch * rows + row) * outputs for row in members]
 
             def reduce(step: Callable[[Expr, Callable[[int], Expr]], None]) -> None:
                 with T.serial(inner) as k:
@@ -341,51 +337,59 @@ def make_batch_matmul(
                 x,
                 weight,
                 reduce,
-                finish_into(
-                    y,
-                    None,
-                    None,
-                    FloatEpilogue(),
-                    [(batch * rows + row) * outputs for row in members],
-                    starts,
-                    isa.lanes,
-                ),
+                finish_into(y, None, None, FloatEpilogue(), targets, starts, isa.lanes),
                 prefetch=False,
             )
 
-        def all_panels(batch: Expr, members: list[Expr]) -> None:
-            if panels.full:
-                with T.serial(panels.full) as panel:
-                    tile(batch, members, panels.starts_of(panel))
-            if panels.tail:
-                tile(batch, members, list(panels.tail))
-
-        def static_rows(total: int, threads: bool) -> None:
-            height = choose_rows(total, panels.most_rows)
-            tiles = ceil_div(total, height)
-            with (T.parallel if threads else T.serial)(count * tiles) as index:
-                batch, first = T.floordiv(index, tiles), T.floormod(index, tiles) * height
-                if total % height:
-                    first = T.min(first, total - height)
-                all_panels(batch, [first + r for r in range(height)])
-
-        def symbolic_rows(threads: bool) -> None:
-            heights = choose_heights(choose_rows(None, panels.most_rows))
-            with (T.parallel if threads else T.serial)(count) as batch:
-                loop_over_rows(
-                    rows, heights, 1, False, lambda _, members, _p, _i: all_panels(batch, members)
-                )
-
-        def all_rows(threads: bool) -> None:
-            symbolic_rows(threads) if known_rows is None else static_rows(known_rows, threads)
-
-        if known_rows is not None and static(inner) is not None:
-            all_rows((static(count) or 1) * rows * inner * outputs >= PARALLEL_MACS)
-            return
-        with T.If(count * rows * inner * outputs >= PARALLEL_MACS):
-            with T.Then():
-                all_rows(True)
-            with T.Else():
-                all_rows(False)
+        emit_batch_loops(spec, panels, tile)
 
     return build_kernel(name, body)
+
+
+#: tile(product, rows of the tile, first channels of its vectors)
+BatchTile = Callable[[Expr, list[Expr], list[Expr]], None]
+
+
+def emit_batch_loops(spec: FloatMatmul, panels: Panels, tile: BatchTile) -> None:
+    """Emit loops over products, tiles of rows and panels.
+
+    Whether threads share them is decided at run time if a size of a product is known only then.
+    """
+    rows, known_rows = spec.rows, static(spec.rows)
+    batch = [extent if static(extent) is None else static(extent) for extent in spec.batch]
+    count: Any = prod(batch)
+
+    def all_panels(batch: Expr, members: list[Expr]) -> None:
+        if panels.full:
+            with T.serial(panels.full) as panel:
+                tile(batch, members, panels.starts_of(panel))
+        if panels.tail:
+            tile(batch, members, list(panels.tail))
+
+    def static_rows(total: int, threads: bool) -> None:
+        height = choose_rows(total, panels.most_rows)
+        tiles = ceil_div(total, height)
+        with (T.parallel if threads else T.serial)(count * tiles) as index:
+            batch, first = T.floordiv(index, tiles), T.floormod(index, tiles) * height
+            if total % height:
+                first = T.min(first, total - height)
+            all_panels(batch, [first + r for r in range(height)])
+
+    def symbolic_rows(threads: bool) -> None:
+        heights = choose_heights(choose_rows(None, panels.most_rows))
+        with (T.parallel if threads else T.serial)(count) as batch:
+            loop_over_rows(
+                rows, heights, 1, False, lambda _, members, _p, _i: all_panels(batch, members)
+            )
+
+    def all_rows(threads: bool) -> None:
+        symbolic_rows(threads) if known_rows is None else static_rows(known_rows, threads)
+
+    if known_rows is not None and static(spec.inner) is not None:
+        all_rows((static(count) or 1) * rows * spec.inner * spec.outputs >= PARALLEL_MACS)
+        return
+    with T.If(count * rows * spec.inner * spec.outputs >= PARALLEL_MACS):
+        with T.Then():
+            all_rows(True)
+        with T.Else():
+            all_rows(False)
