@@ -119,3 +119,51 @@ def test_writes_by_index__of_free_sizes(function):
         lambda n, length: (draw(n, 6), draw_places(6, n, length)),
         [{0: "n"}, {0: "n", 1: "l"}],
     )
+
+
+def write(*key):
+    """x with a part of it replaced."""
+
+    def compute(x):
+        y = x.clone()
+        y[key] = y[key] * 2 + 1
+        return y
+
+    return compute
+
+
+#: Functions of x (n, l, 6), both sizes free.
+FUNCTIONS = {
+    "difference": lambda x: x[:, 1:] - x[:, :-1],
+    "difference of the last axis": lambda x: x.mT[..., 2:] * x.mT[..., :-2],
+    "every second": lambda x: x[:, 1::2] + 1,
+    "more than there is": lambda x: x[:, 2:100] * 2,
+    "first, repeated": lambda x: x[:, :1].expand(-1, 5, -1),
+    "last": lambda x: x[:, -3:] - x[:, :3],
+    "write a slice": write(slice(None), slice(1, 3)),
+    "write all but the last": write(slice(None), slice(None, -1)),
+    "write the last two": write(slice(None), slice(-2, None)),
+    "write every second": write(slice(None), slice(1, None, 2)),
+    "pad by zeros": lambda x: functional.pad(x, (1, 0)).view(x.shape[0], -1)[:, 1:],
+    "pad to a length": lambda x: functional.pad(x, (0, 0, x.shape[0], 40 - x.shape[1]), value=2.0),
+    "pad circular": lambda x: functional.pad(x.mT, (2, 1), "circular"),
+    "pad by edges": lambda x: functional.pad(x.mT, (2, 1), "replicate"),
+    "instance norm": lambda x: functional.instance_norm(x.mT),
+    "instance norm, affine": lambda x: functional.instance_norm(
+        x.mT, weight=torch.arange(1.0, 7), bias=torch.arange(6.0)
+    ),
+    "count down": lambda x: torch.arange(x.shape[1] - 1, -1, -1),
+    "count down by two": lambda x: torch.arange(x.shape[1], 0, -2) + 1,
+    "count in floats": lambda x: torch.arange(0.0, x.shape[1]) * 2,
+    "clamp by a size": lambda x: torch.arange(x.shape[1]).clamp(1, x.shape[1] - 2),
+    "clamp below": lambda x: x.int().clamp(max=x.int().amax() - 1),
+    "view as one sample and back": lambda x: x.view(1, -1, 6).mul(2).view(x.shape[0], -1, 6),
+}
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_operator__of_free_sizes(name):
+    assert_same_for_all_sizes(
+        FUNCTIONS[name], lambda n, length: (draw(n, length, 6),), [{0: "n", 1: "l"}]
+    )

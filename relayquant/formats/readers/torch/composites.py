@@ -43,6 +43,30 @@ def write_addbmm(data: Any, first: Any, second: Any, *, beta: Any = 1, alpha: An
     return data * beta + first.matmul(second).sum(0) * alpha
 
 
+def write_arange(start: Any, end: Any, step: Any = 1, **kwargs: Any) -> Any:
+    """Write an arange of a run-time length that counts down as start + step * arange(length), and
+    one of floats that are integers as an arange of integers.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    given = (start, end, step)
+    if not any(isinstance(each, torch.SymInt) for each in given):
+        return NotImplemented
+    dtype = kwargs.pop("dtype", None)
+    if any(isinstance(each, float) for each in given):
+        if any(isinstance(each, float) and not each.is_integer() for each in given):
+            return NotImplemented
+        start, end, step = (int(each) if isinstance(each, float) else each for each in given)
+        dtype = dtype or torch.get_default_dtype()
+    if step < 0:
+        places = start + step * torch.arange((start - end - step - 1) // -step, **kwargs)
+    elif dtype is None or not dtype.is_floating_point:
+        return NotImplemented
+    else:
+        places = torch.arange(start, end, step, **kwargs)
+    return places if dtype is None else places.to(dtype)
+
+
 def write_cdist(first: Any, second: Any, p: float, _compute_mode: int | None = None) -> Any:
     """Write cdist(x1 (..., P, M), x2 (..., R, M)) as the norm of x1[..., :, None, :] - x2[...,
     None, :, :].
@@ -53,6 +77,15 @@ def write_cdist(first: Any, second: Any, p: float, _compute_mode: int | None = N
     if p == 0:
         return distance.ne(0).sum(-1).to(distance.dtype)
     return torch.linalg.vector_norm(distance, p, -1)
+
+
+def write_clamp(data: Any, low: Any = None, high: Any = None) -> Any:
+    """Write clamp(x, low, high) by tensors as minimum(maximum(x, low), high)."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    for bound, limit in ((low, torch.maximum), (high, torch.minimum)):
+        data = data if bound is None else limit(data, bound)
+    return data
 
 
 def write_convolution(
@@ -129,6 +162,16 @@ def write_copysign(data: Any, sign: Any) -> Any:
         return magnitude * math.copysign(1, sign)
     is_negative = (sign < 0) | ((sign == 0) & (sign.float().reciprocal() < 0))
     return torch.where(is_negative, -magnitude, magnitude)
+
+
+def write_empty(size: Any, **kwargs: Any) -> Any:
+    """Write empty of a run-time size as zeros."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if not any(isinstance(each, torch.SymInt) for each in size):
+        return NotImplemented
+    kwargs.pop("memory_format", None)
+    return torch.zeros(size, **kwargs)
 
 
 def write_erfc(data: Any) -> Any:
@@ -238,6 +281,27 @@ def write_masked_scatter(data: Any, mask: Any, source: Any) -> Any:
     mask, data = torch.broadcast_tensors(mask, data)
     at = (mask.reshape(-1).to(torch.int64).cumsum(0) - 1).clamp(0, source.numel() - 1)
     return torch.where(mask, source.reshape(-1)[at].reshape(data.shape), data)
+
+
+def write_norm_of_batch(
+    data: Any, weight: Any, bias: Any, _training: bool, _momentum: float, eps: float
+) -> Any:
+    """Write a batch norm by the statistics of the batch, with a run-time number of channels, as
+    (x - mean) * rsqrt(variance + eps): an instance norm has the channels of all samples.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if not isinstance(data.shape[1], torch.SymInt):
+        return NotImplemented
+    axes, across = [0, *range(2, data.dim())], [-1, *[1] * (data.dim() - 2)]
+    variance, mean = torch.var_mean(data, axes, correction=0, keepdim=True)
+    scale = torch.rsqrt(variance + eps)
+    result = (data - mean) * scale
+    if weight is not None:
+        result = result * weight.reshape(across)
+    if bias is not None:
+        result = result + bias.reshape(across)
+    return result, mean.flatten(), scale.flatten()
 
 
 def write_one_hot(data: Any, num_classes: int = -1) -> Any:
@@ -369,16 +433,25 @@ def write_unfold(data: Any, dimension: int, size: int, step: int) -> Any:
 
 
 def write_pad(data: Any, pad: Any, value: Any = 0) -> Any:
-    """Write pad by a negative number: crop, then pad the rest."""
+    """Write pad by a negative number: crop, then pad the rest. By a run-time size: cat with
+    tensors of the value.
+    """
     import torch  # pyright: ignore[reportMissingImports]
 
-    if all(size >= 0 for size in pad):
+    is_late = any(isinstance(size, torch.SymInt) for size in pad)
+    if all(size >= 0 for size in pad) and not is_late:
         return NotImplemented
     for place in range(0, len(pad), 2):
         axis, (before, after) = data.dim() - 1 - place // 2, pad[place : place + 2]
         begin, end = max(0, -before), data.shape[axis] - max(0, -after)
         data = data.narrow(axis, begin, end - begin)
-    return torch.constant_pad_nd(data, [max(0, size) for size in pad], value)
+        if is_late:
+            ends = [
+                data.new_full((*data.shape[:axis], max(0, size), *data.shape[axis + 1 :]), value)
+                for size in (before, after)
+            ]
+            data = torch.cat([ends[0], data, ends[1]], axis)
+    return data if is_late else torch.constant_pad_nd(data, [max(0, size) for size in pad], value)
 
 
 def write_index_reduce(
@@ -425,13 +498,16 @@ COMPOSITES: dict[str, Composite] = {
     "addbmm.default": write_addbmm,
     "addmv.default": write_addmv,
     "any.default": write_any,
+    "arange.start_step": write_arange,
     "bucketize.Tensor": write_bucketize,
     "bucketize.Scalar": write_bucketize,
     "_cdist_forward.default": write_cdist,
+    "clamp.Tensor": write_clamp,
     "constant_pad_nd.default": write_pad,
     "convolution.default": write_convolution,
     "copysign.Tensor": write_copysign,
     "copysign.Scalar": write_copysign,
+    "empty.memory_format": write_empty,
     "erfc.default": write_erfc,
     "exp2.default": write_exp2,
     **{f"{name}.default": functools.partial(write_near_zero, name) for name in NEAR_ZERO},
@@ -441,6 +517,7 @@ COMPOSITES: dict[str, Composite] = {
     "index_reduce.default": write_index_reduce,
     "ldexp.Tensor": write_ldexp,
     "masked_scatter.default": write_masked_scatter,
+    "_native_batch_norm_legit.no_stats": write_norm_of_batch,
     "one_hot.default": write_one_hot,
     "remainder.Scalar_Tensor": write_remainder,
     "repeat.default": write_repeat,

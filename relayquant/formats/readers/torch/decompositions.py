@@ -142,10 +142,11 @@ def convert_operands(operator: Any, own: Decomposition, dtype: Any, args: Any, k
 
 
 def hold_size(value: Any, dtype: Any) -> Any:
-    """Convert a run-time size to a tensor. Any other value is unchanged."""
+    """Convert a run-time size, or a number beside one, to a tensor. Others are unchanged."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    return torch.full((), value, dtype=dtype) if isinstance(value, torch.SymInt) else value
+    is_number = isinstance(value, int | float | torch.SymInt)
+    return torch.full((), value, dtype=dtype) if is_number else value
 
 
 def promote(operator: Any, own: Decomposition) -> Decomposition:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import tvm
 import tvm_ffi
 from tvm import relax
 
@@ -55,37 +54,66 @@ def convert_index(node: Any, importer: Any) -> relax.Expr:
 
 
 def convert_slice(node: Any, importer: Any) -> relax.Expr:
-    """Convert x[:, :n] of a run-time n that the program knows to be at most the axis' size, and
-    x[:, 3:1], which is empty.
+    """Convert x[:, a:b:step] to R.strided_slice.
 
-    TVM's frontend makes the one min(n, size), which no other tensor's size equals, and the other a
-    tensor of -2 elements.
+    Bounds that the program knows to lie within the axis are not clipped to it: the size
+    min(b, size) - min(a, size) equals no other tensor's size.
     """
     operand, dim, start, end, step = read_arguments(node, "self", "dim", "start", "end", "step")
-    size = find_size(importer.env[operand], dim)
-    if size is not None and isinstance(start, int) and isinstance(end, int):
-        low, high, _ = slice(start, end).indices(size)
-        if low > high:
-            none = relax.op.strided_slice(importer.env[operand], [dim], [low], [low], [1])
-            return importer.block_builder.emit(none)
-    count = importer.env.get(end) if hasattr(end, "meta") else None
-    if start or step != 1 or not tvm.ir.is_prim_expr(count):
-        return importer._slice(node)
-    sizes = [each.meta["val"] for each in (node, end)]
-    found, wanted = (getattr(size, "node", size) for size in (sizes[0].shape[dim], sizes[1]))
-    if getattr(found, "expr", found) != getattr(wanted, "expr", wanted):
-        return importer._slice(node)
     data = importer.env[operand]
-    axis = dim % data.ty.ndim
-    kept = relax.op.strided_slice(data, [axis], [0], [count], [1], assume_inbound=True)
-    return importer.block_builder.emit(kept)
+    size, axis = find_size(data, dim), dim % data.ty.ndim
+    bounds = (start or 0, sys.maxsize if end is None else end)
+    if size is not None and all(isinstance(bound, int) for bound in bounds):
+        low, high, _ = slice(*bounds).indices(size)
+        return cut(importer, data, axis, low, max(low, high), step)
+    found = find_bounds(importer, node, node, axis, *bounds, step)
+    if found is not None:
+        return cut(importer, data, axis, *found, step)
+    low, high = (importer.env[each] if hasattr(each, "meta") else each for each in bounds)
+    return importer.block_builder.emit(relax.op.strided_slice(data, [axis], [low], [high], [step]))
+
+
+def cut(
+    importer: Any, data: relax.Expr, axis: int, low: Any, high: Any, step: int = 1
+) -> relax.Expr:
+    """Emit x[low:high:step] along an axis, within its size."""
+    if step == 1 and tvm_ffi.structural_equal([low, high], [0, data.ty.shape.values[axis]]):
+        return data
+    part = relax.op.strided_slice(data, [axis], [low], [high], [step], assume_inbound=True)
+    return importer.block_builder.emit(part)
+
+
+def find_bounds(
+    importer: Any, node: Any, taken: Any, axis: int, start: Any, end: Any, step: int
+) -> tuple[Any, Any] | None:
+    """Return where x[start:end:step] begins and ends, counted from the start, or None unless the
+    program knows that both lie within the axis: `taken` has as many elements as between them then.
+    """
+    operand = node.args[0]
+    bounds = (start or 0, sys.maxsize if end is None else end)
+
+    def count_all(size: Any, given: Callable[[Any], Any]) -> list[Any]:
+        places = [each if isinstance(each, int) else given(each) for each in bounds]
+        is_number = [isinstance(each, int) for each in bounds]
+        return [
+            place if not known or 0 <= place < sys.maxsize else size if place > 0 else size + place
+            for place, known in zip(places, is_number, strict=True)
+        ]
+
+    low, high = count_all(operand.meta["val"].shape[axis], lambda each: each.meta["val"])
+    between, found = (high - low + step - 1) // step, taken.meta["val"].shape[axis]
+    counts = [getattr(getattr(count, "node", count), "expr", count) for count in (between, found)]
+    if counts[0] != counts[1]:
+        return None
+    low, high = count_all(importer.env[operand].ty.shape.values[axis], importer.env.get)
+    return low, high
 
 
 def convert_slice_scatter(node: Any, importer: Any) -> relax.Expr:
     """Convert x[:, a:b] = values to R.concat of what is before, the values, and what is behind:
     integers pass through it. With a step it is R.scatter_nd.
 
-    Bounds that are known at run time only, and those of a symbolic size, are left to TVM.
+    Bounds that the program does not know to lie within the axis are left to TVM.
     """
     operand, source, dim, start, end, step = read_arguments(
         node, "self", "src", "dim", "start", "end", "step"
@@ -96,20 +124,25 @@ def convert_slice_scatter(node: Any, importer: Any) -> relax.Expr:
     is_known = all(isinstance(bound, int) for bound in bounds)
     if is_known and bounds == (0, sys.maxsize, 1):
         return values
-    if not is_known or size is None:
-        return importer._slice_scatter(node)
-    low, high, step = slice(*bounds).indices(size)
-    if low >= high:
-        return data
+    if is_known and size is not None:
+        low, high, step = slice(*bounds).indices(size)
+        if low >= high:
+            return data
+    else:
+        found = find_bounds(importer, node, source, axis, start, end, step)
+        if found is None:
+            return importer._slice_scatter(node)
+        low, high = found
     if step > 1:
-        places = np.arange(low, high, step)[:, None]
+        places = emit(relax.op.expand_dims(emit(relax.op.arange(low, high, step, "int64")), 1))
         order = [axis, *(other for other in range(data.ty.ndim) if other != axis)]
         moved, updates = (emit(relax.op.permute_dims(each, order)) for each in (data, values))
-        value = emit(relax.op.scatter_nd(moved, relax.const(places), updates, "update"))
+        value = emit(relax.op.scatter_nd(moved, places, updates, "update"))
         return emit(relax.op.permute_dims(value, np.argsort(order).tolist()))
+    last = data.ty.shape.values[axis]
     before, behind = (
-        [emit(relax.op.strided_slice(data, [axis], [first], [last], [1]))] if first < last else []
-        for first, last in ((0, low), (high, size))
+        [] if tvm_ffi.structural_equal(ends[:1], ends[1:]) else [cut(importer, data, axis, *ends)]
+        for ends in ((0, low), (high, last))
     )
     return emit(relax.op.concat([*before, values, *behind], axis))
 
@@ -198,8 +231,9 @@ def convert_scatter(node: Any, importer: Any) -> relax.Expr:
     sizes = places.ty.shape.values
     if not tvm_ffi.structural_equal(updates.ty.shape.values, sizes):
         axes, zeros, ones = ([*range(len(sizes))], [0] * len(sizes), [1] * len(sizes))
-        cut = relax.op.strided_slice(updates, axes, zeros, list(sizes), ones, assume_inbound=True)
-        updates = emit(cut)
+        updates = emit(
+            relax.op.strided_slice(updates, axes, zeros, list(sizes), ones, assume_inbound=True)
+        )
 
     def scatter(into: relax.Expr, what: relax.Expr) -> relax.Expr:
         bb = importer.block_builder
