@@ -24,10 +24,11 @@ MOST_HEADER = 64 << 20
 LENGTH = struct.Struct("<Q")
 #: Name of a dtype -> numpy dtype. BF16 is stored as its bits.
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-#: Dtypes that no network here reads, by size: they may be in a file.
-OTHER_SIZES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E4M3FNUZ": 1, "F8_E5M2": 1, "F8_E5M2FNUZ": 1,
-    "F8_E8M0": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, "U64": 8, "I64": 8, "C64": 8,
+#: Bits of dtypes that no network here reads: they may be in a file.
+OTHER_BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8, "U16": 16, "I16": 16,
+    "U32": 32, "I32": 32, "U64": 64, "I64": 64, "C64": 64,
 }  # fmt: skip
 #: A model of several files lists them here.
 INDEX = "model.safetensors.index.json"
@@ -161,12 +162,12 @@ def find_place(path: Path, name: str, entry: Any, begin: int, end: int) -> Safet
     if not isinstance(entry, dict):
         raise ValueError(f"the entry of {name!r} is no table")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    sizes = {kind: np.dtype(each).itemsize for kind, each in DTYPES.items()} | OTHER_SIZES
-    if not isinstance(dtype, str) or dtype not in sizes:
-        raise ValueError(f"tensor {name!r} has dtype {str(dtype)[:20]}; known: {', '.join(sizes)}")
+    bits = {kind: 8 * np.dtype(each).itemsize for kind, each in DTYPES.items()} | OTHER_BITS
+    if not isinstance(dtype, str) or dtype not in bits:
+        raise ValueError(f"tensor {name!r} has dtype {str(dtype)[:20]}; known: {', '.join(bits)}")
     if not are_sizes(shape) or not are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"the shape or the offsets of tensor {name!r} are no integers from 0 on")
-    size = math.prod(shape) * sizes[dtype]
+    size = -(-math.prod(shape) * bits[dtype] // 8)
     if offsets[1] - offsets[0] != size or begin + offsets[1] > end:
         raise ValueError(
             f"tensor {name!r} needs {format_count(size, 'byte')} and has those from "

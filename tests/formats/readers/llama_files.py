@@ -191,9 +191,11 @@ def write_safetensors(
     kinds = {"float32": "F32", "float16": "F16", "uint16": "BF16", "float64": "F64", "int64": "I64"}
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for name, array in tensors.items():
+        dtype = dtypes.get(name) or kinds[str(array.dtype)]
+        *outer, last = array.shape
         header[name] = {
-            "dtype": dtypes.get(name) or kinds[str(array.dtype)],
-            "shape": list(array.shape),
+            "dtype": dtype,
+            "shape": [*outer, 2 * last if dtype == "F4" else last],  # two values in a byte
             "data_offsets": [at, at + array.nbytes],
         }
         at += array.nbytes

@@ -265,7 +265,7 @@ def test_gguf__blocks_that_are_not_read(kind, tmp_path):
         rq.load(path)
 
 
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "I8", "BOOL"])
+@pytest.mark.parametrize("dtype", ["F4", "F8_E4M3", "F8_E5M2", "I8", "BOOL"])
 def test_folder__dtypes_that_are_not_read(dtype, tmp_path):
     """They are refused when the model is loaded. Beside the tensors that are used they may be."""
     weights = draw_weights()
