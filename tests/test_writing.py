@@ -18,7 +18,7 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant import cli
-from relayquant.base.storage.files import check_writable, write_whole
+from relayquant.base.storage.files import check_folder, check_writable, write_whole
 from relayquant.flow.refine.search_state import SearchState
 from relayquant.plots.pictures import plot_error_by_depth, plot_ranges
 
@@ -177,6 +177,11 @@ def test_checkpoint__a_folder_that_cannot_be_removed_stays_empty(tmp_path, monke
     assert list(path.iterdir()) == []
 
 
+def test_check_folder__only_an_attempt_shows_that_nothing_can_be_written():
+    with pytest.raises(rq.errors.FileError, match=r"Cannot write /proc/deploy: "):
+        check_folder(Path("/proc/deploy"), "bundle.json")
+
+
 def test_calibrate__no_place_for_temporary_files(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/proc")
     with pytest.raises(
@@ -186,13 +191,13 @@ def test_calibrate__no_place_for_temporary_files(monkeypatch):
 
 
 COMMANDS = {
-    "quantize": ["quantize", "none.onnx", "--data", "data.npz", "-o", "x.json"],
-    "export": ["export", "none.onnx", "-o", "x.so"],
-    "compare csv": ["compare", "none.onnx", "b.json", "--data", "data.npz", "--csv", "x.csv"],
-    "compare plot": ["compare", "none.onnx", "b.json", "--data", "data.npz", "--plot", "x.png"],
+    "quantize": ["quantize", "a.onnx", "--data", "data.npz", "-o", "x.json"],
+    "export": ["export", "a.onnx", "-o", "x.so"],
+    "compare csv": ["compare", "a.onnx", "b.json", "--data", "data.npz", "--csv", "x.csv"],
+    "compare plot": ["compare", "a.onnx", "b.json", "--data", "data.npz", "--plot", "x.png"],
     "sensitivity": [
         "sensitivity",
-        "none.onnx",
+        "a.onnx",
         "--data",
         "data.npz",
         "--keep",
@@ -200,16 +205,17 @@ COMMANDS = {
         "-o",
         "x.json",
     ],
-    "sensitivity csv": ["sensitivity", "none.onnx", "--data", "data.npz", "--csv", "x.csv"],
+    "sensitivity csv": ["sensitivity", "a.onnx", "--data", "data.npz", "--csv", "x.csv"],
 }
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command__says_so_before_the_work(command, place, tmp_path, monkeypatch, capsys):
-    """Before it finds that there is no such model."""
+    """Before it finds that these are no models."""
     monkeypatch.chdir(tmp_path)
-    Path("data.npz").touch()
+    for file in ("data.npz", "a.onnx", "b.json"):
+        Path(file).touch()
     *arguments, name = COMMANDS[command]
     if name.endswith(".png"):
         pytest.importorskip("matplotlib")

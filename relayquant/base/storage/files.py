@@ -140,6 +140,7 @@ def check_folder(path: Path, mark: str) -> None:
                 errno.EEXIST,
                 code="RQ501",
             )
+        make_temporary(path).unlink()  # as in `check_writable`
 
 
 def check_writable(path: Path) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import tvm
 
-from relayquant.base.storage.files import decode_json, read_text, reading, write_text, writing
+from relayquant.base.storage.files import decode_json, read_text, reading, write_text
 from relayquant.codegen.kernels.floating.tile import FloatSchedule
 from relayquant.codegen.kernels.integer.specs import KernelSchedule, Tile
 from relayquant.errors import ConfigError
@@ -93,8 +93,6 @@ def add_schedules(path: Path, schedules: Mapping[str, AnySchedule]) -> None:
         ConfigError: see `read_schedules`.
         FileError: The file cannot be written.
     """
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
     found = {**read_schedules(path), **schedules}
     head = {"format": FORMAT, "version": VERSION, "made_by": tvm.__version__}
     lines = ",\n".join(

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from tvm.target import Target
 
 from relayquant.base.cores import count_threads
-from relayquant.base.storage.files import check_writable
+from relayquant.base.storage.files import check_writable, writing
 from relayquant.codegen.kernels.emit import ceil_div
 from relayquant.codegen.kernels.floating.convolution.direct import make_conv2d
 from relayquant.codegen.kernels.floating.convolution.plan import (
@@ -129,8 +129,9 @@ def open_tuner(target: Target, path: Path | None) -> Iterator[Tuner]:
     """
     check_runnable(target)
     path = path or find_cache_folder() / "forms.json"
-    if path.parent.is_dir():
-        check_writable(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(path)
     known = read_schedules(path)
     new: dict[str, KernelSchedule | FloatSchedule] = {}
     prefix = f"{name_cpu()}, {format_count(count_threads(), 'thread')}"

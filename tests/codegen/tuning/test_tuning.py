@@ -141,6 +141,11 @@ def test_time_float_schedules__every_schedule_computes_the_same_bits(monkeypatch
         np.testing.assert_array_equal(result, results[0])
 
 
+def test_open_tuner__a_file_that_cannot_be_written_is_told_before_layers_are_timed():
+    with pytest.raises(FileError, match=r"Cannot write /proc/no/forms\.json"):
+        open_tuner(TARGET, Path("/proc/no/forms.json")).__enter__()
+
+
 def test_open_tuner__remembers_float_products_beside_integer_layers(tmp_path, monkeypatch):
     path, spec = tmp_path / "forms.json", FLOAT_LAYERS[1]
     add_schedules(path, {"another": KernelSchedule(Tile(1, 7, 4), True)})
