@@ -34,6 +34,7 @@ from relayquant.formats.readers.torch.signature import (
     describe_node,
     drop_constant_inputs,
     find_path,
+    refuse_complex,
     refuse_state,
     take_state,
 )
@@ -145,6 +146,7 @@ def _import_program(
             keep_layers(program, table)
             program = program.run_decompositions(table)
         check_effects(program)
+        refuse_complex(program)
         drop_constant_inputs(program)
         if not may_have_state:
             refuse_state(program)
@@ -198,7 +200,9 @@ def make_importer() -> Any:
             missing: dict[str, list[str]] = {}
             for node in nodes:
                 if node.op == "call_function" and node.target.__name__ not in self.convert_map:
-                    missing.setdefault(str(node.target), []).append(node.name)
+                    is_operator = hasattr(node.target, "_schema")  # else a function on sizes
+                    name = str(node.target) if is_operator else node.target.__name__
+                    missing.setdefault(name, []).append(node.name)
             if missing:
                 lines = [f"{op} (nodes {', '.join(map(repr, at))})" for op, at in missing.items()]
                 raise ModelError(

@@ -110,6 +110,24 @@ def check_signature(signature: Any) -> None:
         )
 
 
+def refuse_complex(program: Any) -> None:
+    """Check that a decomposed program computes with real numbers alone.
+
+    Raises:
+        ModelError: it has complex numbers. Names where they are.
+    """
+    values = ((node.name, node.meta.get("val")) for node in program.graph.nodes)
+    names = [name for name, value in values if getattr(value, "is_complex", bool)()]
+    if names:
+        raise ModelError(
+            f"The program computes with complex numbers (nodes {quote_names(names)}); supported: "
+            "real ones. Write real and imaginary parts as two tensors before its export. A Fourier "
+            "transform of a fixed size is a product with two constant matrices, of cosines and of "
+            "sines.",
+            code="RQ202",
+        )
+
+
 def refuse_state(program: Any) -> None:
     """Check that a decomposed program changes nothing.
 
