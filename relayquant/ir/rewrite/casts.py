@@ -43,9 +43,12 @@ def canonicalize_bindings(mod: tvm.IRModule) -> tvm.IRModule:
     def show(binding: relax.VarBinding) -> relax.Binding:
         return show_cast(binding) or binding
 
+    canonicalize = relax.transform.CanonicalizeBindings()
     hidden = map_bindings(mod, relax.MatchCast, hide)
-    result = relax.transform.CanonicalizeBindings()(hidden)
-    return result if hidden is mod else map_bindings(result, relax.VarBinding, show)
+    if hidden is mod:
+        return canonicalize(mod)
+    result = canonicalize(relax.transform.Normalize()(hidden))
+    return map_bindings(result, relax.VarBinding, show)
 
 
 def find_renames(func: relax.Function) -> set[relax.Var]:
@@ -86,10 +89,9 @@ def map_bindings(mod: tvm.IRModule, kind: type, change: Callable[[Any], Any]) ->
     return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 
 
-def hide_cast(cast: relax.MatchCast) -> relax.Expr:
-    """Make the call that stands for a cast."""
-    packed = Call(Op.get(CALL_PACKED), [relax.ExternFunc(HIDDEN), cast.value], None, [cast.ty])
-    return relax.BlockBuilder().normalize(packed)
+def hide_cast(cast: relax.MatchCast) -> Call:
+    """Make the call that stands for a cast. Its type is to be inferred."""
+    return Call(Op.get(CALL_PACKED), [relax.ExternFunc(HIDDEN), cast.value], None, [cast.ty])
 
 
 def show_cast(binding: relax.Binding) -> relax.MatchCast | None:

@@ -373,6 +373,24 @@ def test_rewrite__match_cast_that_compares_sizes_of_inputs_stays():
     assert total.var.ty.shape[0].same_as(n)
 
 
+def test_rewrite__match_cast_of_a_shape_that_is_written_there_stays():
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor(("n", "m"), "float32")):
+            n = T.int64()
+            m = T.int64()
+            with R.dataflow():
+                a = R.match_cast(R.shape([m, 4]), R.Shape([n, 4]))  # noqa: F841
+                b = R.nn.relu(x)
+                R.output(b)
+            return b
+
+    new = rewrite_main(Module, copy_binding)
+    assert names(new) == ["a", "b"]
+    tvm.ir.assert_structural_equal(new["main"], Module["main"], map_free_vars=True)
+
+
 def test_rewrite__what_reads_nothing_new_is_taken_over_as_it_is():
     """No type is inferred again of bindings before the first one that changes."""
     mod = dotted_module()
