@@ -77,7 +77,7 @@ COMMANDS: dict[str, tuple[list[str], set[str], set[str], list[str]]] = {
     "compress": (["compress", MODEL, "-o", "w.json"], LEDGER_KEYS, {"operators"}, ["w.json"]),
     "report": (
         ["report", MODEL, MODULE, *FAST, "-o", "r.html", "--pictures", "pictures"],
-        {"samples", "shares", "bytes", "score", "latencies"},
+        {"verdict", "agreement", "samples", "shares", "bytes", "score", "latencies"},
         {"outputs", "suggestion", "ranges"},
         ["r.html", *(f"pictures/{name}.png" for name in ("ranges", "error", "sensitivity"))],
     ),
@@ -90,7 +90,7 @@ COMMANDS: dict[str, tuple[list[str], set[str], set[str], list[str]]] = {
     ),
     "compare": (
         ["compare", MODEL, MODULE, *DATA, "--csv", "c.csv", "--plot", "c.png"],
-        {"samples"},
+        {"samples", "agreement"},
         {"outputs", "values"},
         ["c.csv", "c.png"],
     ),
@@ -188,7 +188,8 @@ def test_json__is_one_document(
     documented = set(re.findall(r"`(\w+)`", line))
     shared = LEDGER_KEYS if "ledger" in line else set()
     # Where the time goes takes longer to measure than all else here; `test_bench` does.
-    more = {"peak_gops", "kernels"} if command == "bench" else set()
+    # A model with state has a key more.
+    more = {"bench": {"peak_gops", "kernels"}, "compare": {"stream_sqnr"}}.get(command, set())
     assert {*summary, *tables, *more} == documented | shared
 
 
