@@ -46,6 +46,9 @@ INLINE_NODES = 400
 LONGEST_ROW = 1024
 #: Accumulator registers of one tile. AVX-512 and Arm have 32 vector registers, others 16.
 TILE_REGISTERS = {512: 12, 256: 6, 128: 8}
+#: Most parts of an axis that is split where the operands of a concatenation change, and the
+#: annotation of the loop over them.
+MOST_PARTS, IS_PARTS = 4, "relayquant.is_parts"
 #: Enough tasks to split evenly over the threads of a machine.
 PARALLEL_TASKS = 64
 
@@ -149,7 +152,35 @@ class FunctionScheduler:
         if self.guards_elements(info) and sch.can_decompose_padding(block, loops[0]):
             self.schedule_padding(block)
             return
-        self.vectorize_loops(loops, info)
+        if not self.split_joined(loops, info):
+            self.vectorize_loops(loops, info)
+
+    def split_joined(self, loops: Sequence[s_tir.schedule.LoopRV], info: BlockInfo) -> bool:
+        """Split the last axis where a guard changes along it, as in a concatenation, and vectorize.
+
+        Returns whether there are such guards, and they change at multiples of whole vectors.
+        """
+        axis, lanes = info.spatial[-1], self.lanes(info.dtype_bits)
+        part = constant(axis.dom.extent)
+        guards = [each for each in list_conditions(info.value) if mentions(each, axis.var)]
+        strides = {access.stride(axis.var) for access in info.reads}
+        # None: a guard bounds the position, so that it is known in each part alone.
+        if part is None or not guards or info.write.stride(axis.var) != 1 or strides - {0, 1, None}:
+            return False
+        count = part
+        for guard in guards:
+            bound = find_bound(guard, axis.var)
+            if bound is None:
+                return False
+            part = math.gcd(part, bound)
+        if part % lanes or count // part > MOST_PARTS:
+            return False
+        sch = self.sch
+        parts, _, inside = sch.split(loops[-1], [None, part // lanes, lanes])
+        sch.annotate(parts, IS_PARTS, True)
+        sch.vectorize(inside)
+        self.parallelize(loops[:-1], info)
+        return True
 
     def guards_elements(self, info: BlockInfo) -> bool:
         """Whether a guard depends on the vector axis, so that it would be tested per element."""
@@ -425,6 +456,40 @@ class FunctionScheduler:
         self.parallelize(partial_loops[:spatial], info)
         sch.decompose_reduction(partial, partial_loops[spatial])
         return True
+
+
+def unroll_parts(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Unroll loops over parts, so that TVM sees which operands each part takes.
+
+    TVM unrolls loops only after it has made vectors.
+    """
+
+    def unroll(loop: tirx.For) -> tirx.Stmt:
+        if IS_PARTS not in loop.annotations:
+            return loop
+
+        def part(number: int) -> tirx.Stmt:
+            value = tirx.IntImm(str(loop.extent.ty), number)
+            take = (tirx.Var, lambda var: value if var.same_as(loop.loop_var) else var)
+            return tvm_ffi.structural_map(loop.body, take)
+
+        return tirx.SeqStmt([part(number) for number in range(constant(loop.extent) or 0)])
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.For, unroll)))
+
+
+def find_bound(guard: tirx.Expr, var: tirx.Var) -> int | None:
+    """Return the first value of `var` for which a comparison with a constant is another; else None.
+
+    x < 64, 64 <= x  ->  64
+    """
+    if not isinstance(guard, tirx.LT | tirx.LE | tirx.GT | tirx.GE):
+        return None
+    bound = constant(guard.b if guard.a.same_as(var) else guard.a)
+    if bound is None or not (guard.a.same_as(var) or guard.b.same_as(var)):
+        return None
+    is_after = isinstance(guard, tirx.LE | tirx.GT) == guard.a.same_as(var)
+    return bound + is_after
 
 
 def leading_spatial(schedule: s_tir.Schedule, block: s_tir.schedule.SBlockRV) -> int:

@@ -25,7 +25,7 @@ from relayquant.codegen.schedule.schedule_pass import (
     schedule_functions,
     schedule_with_report,
 )
-from relayquant.codegen.schedule.scheduler import PARALLEL_WORK, FunctionScheduler
+from relayquant.codegen.schedule.scheduler import PARALLEL_WORK, FunctionScheduler, find_bound
 from relayquant.ir.dialect import qnn
 
 TARGET = resolve_target()
@@ -426,3 +426,37 @@ def test_schedule_functions__reductions_of_nothing_are_their_start(name, shape, 
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # numpy warns of the mean of nothing
             np.testing.assert_allclose(got, getattr(np, name)(data, axes), rtol=1e-5)
+
+
+def rotate(bb, x, factors):
+    """Rotary embedding: both halves of a row, one of them negated, times factors."""
+    width = int(x.ty.shape[-1])
+    low, high = (
+        bb.emit(relax.op.strided_slice(x, [2], [first], [first + width // 2]))
+        for first in (0, width // 2)
+    )
+    joined = bb.emit(relax.op.concat([bb.emit(relax.op.negative(high)), low], axis=-1))
+    return bb.emit(relax.op.add(x, bb.emit(relax.op.multiply(joined, factors))))
+
+
+@pytest.mark.parametrize(("width", "vectors"), [(128, 2), (96, 2), (14, 0)])
+def test_schedule__an_axis_is_split_where_a_concatenation_changes_operands(width, vectors):
+    shapes = ((2, 3, width), "float32"), ((3, width), "float32")
+    mod = make_module(rotate, *shapes)
+    got, expected = run_both(mod, *(rng.standard_normal(s, "float32") for s, _ in shapes))
+    np.testing.assert_array_equal(got, expected)
+    assert scheduled_text(mod).count("T.vectorized") == vectors
+
+
+@pytest.mark.parametrize(
+    ("make", "bound"),
+    [
+        (lambda x: x < 64, 64), (lambda x: x <= 63, 64), (lambda x: x >= 64, 64),
+        (lambda x: x > 63, 64), (lambda x: tirx.LE(tirx.IntImm("int64", 64), x), 64),
+        (lambda x: tirx.LT(tirx.IntImm("int64", 63), x), 64), (lambda x: x == 3, None),
+        (lambda x: x * 2 < 64, None), (lambda x: x < x + 1, None),
+    ],
+)  # fmt: skip
+def test_find_bound__first_value_beyond_a_comparison(make, bound):
+    x = tirx.Var("x", "int64")
+    assert find_bound(make(x), x) == bound
