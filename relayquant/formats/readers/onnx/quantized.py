@@ -289,7 +289,14 @@ def convert_conv_integer(
     array, zero = constant_value(weight), constant_value(weight_zero)
     if constant_value(data_zero) is None and array is not None and zero is not None:
         found = convolve_at_run_time(
-            lambda expr, _: bb.emit(expr), data, data_zero, array, zero, **form
+            lambda expr, _: bb.emit(expr),
+            data,
+            data_zero,
+            array,
+            zero,
+            name="conv2d",
+            is_exact=False,
+            **form,
         )
         if not isinstance(found, Skip):
             return found
