@@ -242,19 +242,22 @@ def rewrite_matmul(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -
 
 
 def rewrite_gemm(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
-    """Rewrite com.microsoft.QGemm(a, b, c, y). Without y_scale the result is float."""
+    """Rewrite com.microsoft.QGemm(a, b, c, y). Without y_zero_point the result is float: the sum
+    divided by y_scale, or the sum.
+    """
     left, right = operands(node, 2)
     axis = 0 if attrs.get("transB", 0) else 1
     inputs = [rewriter.dequantize(left, node), rewriter.dequantize(right, node, axis)]
     if len(node.input) > 6 and node.input[6]:
         alpha = float(attrs.get("alpha", 1.0))  # alpha also multiplies the bias, as in ONNX Runtime
         inputs.append(dequantize_bias(rewriter, node, node.input[6], left[1], right[1], alpha))
-    quantized = len(node.input) > 7 and bool(node.input[7])
-    real = rewriter.unique_name(f"{node.output[0]}.real") if quantized else node.output[0]
+    scale, zero_point = (*node.input[7:], "", "")[:2]
+    real = rewriter.unique_name(f"{node.output[0]}.real") if scale else node.output[0]
     rewriter.add("Gemm", inputs, real, node.name, **attrs)
-    if quantized:
-        zero_point = node.input[8] if len(node.input) > 8 else ""
-        rewriter.finish(node, node.input[7], zero_point, real)
+    if zero_point:
+        rewriter.finish(node, scale, zero_point, real)
+    elif scale:
+        rewriter.add("Div", [real, scale], node.output[0], node.name)
 
 
 def rewrite_as(op: str, count: int = 1) -> Rewrite:
