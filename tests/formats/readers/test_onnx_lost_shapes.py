@@ -149,6 +149,15 @@ def test_reductions__of_integers_are_rounded_to_zero(op, dtype):
     Compiled(make_model([node], {"a": (dtype, ["N", 4])}, 13)).check({"a": data})
 
 
+def test_constant_of_shape__of_a_scalar():
+    nodes = [
+        helper.make_node("Shape", ["a"], ["sizes"]),
+        helper.make_node("ConstantOfShape", ["sizes"], ["one"]),
+        helper.make_node("Add", ["a", "one"], ["y"]),
+    ]
+    Compiled(make_model(nodes, {"a": ("float32", [])}, 13)).check({"a": np.asarray(draw("", ()))})
+
+
 def test_gather__of_no_size_has_the_dtype_of_sizes():
     nodes = [
         helper.make_node("Shape", ["a"], ["sizes"]),

@@ -106,12 +106,14 @@ def convert_constant_of_shape(
         Refusal: the result would fill the memory.
     """
     sizes = read_sizes(inputs[0])
-    if sizes is not None:
+    if sizes:
         if all(isinstance(size, int) for size in sizes):
             check_constant(math.prod(sizes))
         return None
     value = attrs.get("value")
     array = np.zeros((), "float32") if value is None else onnx.numpy_helper.to_array(value)
+    if sizes is not None:  # a scalar, which TVM does not convert
+        return relax.const(array.reshape(()), str(array.dtype))
     shape = emit_shape(bb, inputs[0], count_sizes(inputs[0]))
     return relax.op.full(shape, relax.const(array.reshape(()), str(array.dtype)))
 
