@@ -44,6 +44,9 @@ from relayquant.torch.define_by_run.tape import (
 )
 from relayquant.torch.define_by_run.tensor_file import TensorFile
 
+#: functions that compute gradients of what was computed before
+DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class KnownOperator:
@@ -146,6 +149,7 @@ class RecordedCall(TorchFunctionMode):
             self._own.update((id(t), weakref.ref(t)) for t in (read[1] if read else ()))
             return result
         site = self.sites.add(key, frame)
+        check_derivative(func, tensors, site)
         if self.order is not None:
             check_order(self.order, len(self.tape.rows), site)
         is_following = changes_statistics(func, name, args, kwargs)
@@ -425,6 +429,22 @@ def has_equal_call(step: TapeStep, other: TapeStep) -> bool:
     a, b = step.call, other.call
     is_alike = a.function is b.function and (step.pure is None) == (other.pure is None)
     return is_alike and is_equal(a.arguments, b.arguments)
+
+
+def check_derivative(func: Any, tensors: Sequence[torch.Tensor], site: CallSite) -> None:
+    """Check that an operator computes a value from values: no gradient, nothing under `torch.func`.
+
+    Raises:
+        ModelError: it does not.
+    """
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if func in DERIVATIVES or any(map(is_wrapped, tensors)):
+        raise ModelError(
+            f"{site} computes a gradient, or runs under torch.func (grad, vmap and the like): such "
+            "operators cannot be recorded. Write the derivative as operators, and an axis of the "
+            "batch or a `for` instead of vmap.",
+            code="RQ208",
+        )
 
 
 def check_order(order: Sequence[CallSite], number: int, site: CallSite) -> None:

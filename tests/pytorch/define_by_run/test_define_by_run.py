@@ -887,3 +887,26 @@ def test_quantize_tensor__bits_of_the_operator(dtype):
 def test_convert__says_what_it_takes():
     with pytest.raises(ConfigError, match=r"takes the result of prepare, .*, got Residual"):
         rq.torch.convert(Residual(4))
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        lambda layer, x: torch.vmap(layer)(x),
+        lambda layer, x: torch.func.grad(lambda y: layer(y).sum())(x),
+        lambda layer, x: torch.autograd.grad(layer(x.requires_grad_()).sum(), x)[0],
+    ],
+    ids=["vmap", "func.grad", "autograd.grad"],
+)
+def test_prepare__names_the_operator_of_a_gradient(differentiate):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.enable_grad():
+                return differentiate(self.layer, x.clone())
+
+    with pytest.raises(ModelError, match=r"test_define_by_run.py:\d+, .* computes a gradient, or"):
+        rq.torch.prepare(Model(), (torch.ones(2, 4),))
