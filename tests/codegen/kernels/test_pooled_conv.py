@@ -30,7 +30,8 @@ STEM = Conv2d(1, 27, 29, 3, 64, (3, 3), (2, 2), in_zero_point=5, epilogue=OUT)
 
 @pytest.fixture(autouse=True)
 def any_time(monkeypatch):
-    """Tiles need not be fast: few of them divide a small image well."""
+    """Tiles need not be fast, as few divide a small image well, and reductions not short."""
+    monkeypatch.setattr(pooled_module, "MOST_WORDS", 999)
     monkeypatch.setattr(pooled_module, "MOST_TIME", 9.0)
 
 
@@ -124,3 +125,4 @@ def test_plan_pooled__declines_slow_tiles(monkeypatch):
     monkeypatch.undo()
     assert plan_pooled(CASES["int8"], VNNI512) is None  # 9 columns divide into tiles of 3
     assert plan_pooled(pooled(conv(224, 224, 64, 3, 2)), VNNI512) is not None
+    assert plan_pooled(pooled(conv(224, 224, 64, 7, 2)), VNNI512) is None  # many words

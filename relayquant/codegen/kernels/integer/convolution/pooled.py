@@ -65,6 +65,8 @@ LOWEST = INTEGER_LIMITS["int32"][0]
 #: Most time of the convolution, by the estimate, relative to that in its fastest tile. The pool
 #: alone takes as much more.
 MOST_TIME = 1.1
+#: Most words of a reduction. In longer ones the results are a small share of the time.
+MOST_WORDS = 16
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ def plan_pooled(spec: PooledConv2d, isa: Isa) -> ConvPlan | None:
         return None
     plan = choose_plan(replace(conv, tile=None), isa)
     if plan.isa.unit is not None or (plan.isa.pixels > 1 and plan.isa.narrowing is not None):
+        return None
+    if plan.panel_words > MOST_WORDS:
         return None
     step, width = window.strides[1], plan.pixel_grid[2]
 
