@@ -208,7 +208,9 @@ class StoredData:
         found = []
         for number, batch, of_batch in zip(numbers, batches, known, strict=False):
             symbols = self.record.symbols[number] if self.record.symbols else {}
-            found.append(JudgedBatch({n: a[:most] for n, a in batch.items()}, symbols, of_batch))
+            if most is not None:
+                batch = {name: array[:most] for name, array in batch.items()}
+            found.append(JudgedBatch(batch, symbols, of_batch))
         return found
 
     def read_batches(self, chosen: Sequence[int], *names: str) -> Iterator[dict[str, np.ndarray]]:
