@@ -101,6 +101,8 @@ def replaced(**changes) -> PooledConv2d:
         pooled(STEM, (2, 2)),
         pooled(STEM, (3, 3), (1, 1)),
         pooled(STEM, (3, 3), dilation=(2, 1)),
+        pooled(conv(28, 28, 16, 1)),
+        pooled(conv(8, 12, 32, 1)),
         replaced(in_channels=64, groups=64),
         replaced(in_channels=64, groups=2),
         replaced(columns=(0, 128)),

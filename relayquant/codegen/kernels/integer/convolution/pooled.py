@@ -94,7 +94,7 @@ def plan_pooled(spec: PooledConv2d, isa: Isa) -> ConvPlan | None:
     plan = choose_plan(replace(conv, tile=None), isa)
     if plan.isa.unit is not None or (plan.isa.pixels > 1 and plan.isa.narrowing is not None):
         return None
-    if plan.panel_words > MOST_WORDS:
+    if plan.is_matrix or plan.panel_words > MOST_WORDS:  # a matrix has no rows of pixels
         return None
     step, width = window.strides[1], plan.pixel_grid[2]
 
