@@ -29,6 +29,8 @@ def legalize_division(builder: relax.BlockBuilder, call: Call) -> Any:
     if kept or dtype == "bool" or (not is_float and is_harmless(divisor)):
         return legalize_as_tvm(builder, call)
     divide = divide_floats if is_float else divide_integers
+    if is_float and has_exact_quotients(name, divisor):
+        divide = divide_exactly
 
     def compute(a: Any, b: Any) -> Any:
         return divide(name, dtype, a, b)
@@ -49,6 +51,35 @@ def is_harmless(divisor: np.ndarray[Any, Any] | None) -> bool:
     if divisor is None:
         return False
     return bool(((divisor != 0) & (divisor != np.array(-1).astype(divisor.dtype))).all())
+
+
+def has_exact_quotients(name: str, divisor: np.ndarray[Any, Any] | None) -> bool:
+    """Whether a quotient by these constants, of any float, is exact, infinite or below 1: they are
+    powers of 2.
+
+    For a remainder, no quotient nor its product with the constant may be infinite: the constant is
+    at least 1, and divides the largest numbers.
+    """
+    if divisor is None or divisor.dtype.kind != "f":
+        return False
+    is_power, limits = np.abs(np.frexp(divisor)[0]) == 0.5, np.finfo(divisor.dtype)
+    is_middle = (np.abs(divisor) >= 1) & (np.abs(divisor) < limits.max * (limits.eps / 2))
+    return bool((is_power & ((name not in REMAINDERS) | is_middle)).all())
+
+
+def divide_exactly(name: str, dtype: str, a: Any, b: Any) -> Any:
+    """Compute what `divide_floats` does for `has_exact_quotients`, in vectors: fmod is a call.
+
+    A quotient that is too small for its type is rounded to 0, below which its floor may be.
+    """
+    zero = tirx.const(0, dtype)
+    whole = topi.floor(topi.divide(a, b))
+    differs = topi.bitwise_xor(topi.less(a, zero), topi.less(b, zero))
+    is_lost = topi.logical_and(topi.equal(whole, zero), topi.not_equal(a, zero))
+    lower = topi.subtract(whole, topi.cast(topi.logical_and(is_lost, differs), dtype))
+    if name in REMAINDERS:
+        return topi.subtract(a, topi.multiply(b, lower))
+    return topi.where(topi.isfinite(a), lower, topi.full_like(a, np.nan))
 
 
 def divide_integers(name: str, dtype: str, a: Any, b: Any) -> Any:

@@ -104,3 +104,16 @@ def test_floats__limits(name, divisor, is_constant):
     else:
         compiled, _ = run_compiled(divide, data, divisors)
     np.testing.assert_array_equal(compiled, expected)
+
+
+@pytest.mark.parametrize("divisor", [2.0, -4.0, 0.5, -(2.0**-120), 2.0**103, 2.0**127])
+@pytest.mark.parametrize("name", ["floor_divide", "floor_mod"])
+def test_floats__of_any_bits_by_a_power_of_2(name, divisor):
+    """These are no calls of C's fmod, but for remainders by fractions."""
+    bits = np.random.default_rng(0).integers(0, 2**32, 20_000, "uint32")
+    data = bits.view("float32")
+    with np.errstate(all="ignore"):
+        expected = getattr(np, name.replace("floor_mod", "mod"))(data, np.float32(divisor))
+    divide = getattr(relax.op, name)
+    compiled, _ = run_compiled(lambda x: divide(x, relax.const(divisor, "float32")), data)
+    np.testing.assert_array_equal(compiled, expected)
