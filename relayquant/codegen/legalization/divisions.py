@@ -103,10 +103,10 @@ def divide_integers(name: str, dtype: str, a: Any, b: Any) -> Any:
 
 
 def divide_floats(name: str, dtype: str, a: Any, b: Any) -> Any:
-    """Compute floor(a / b) or a - b * floor(a / b) as if exactly, rounded once.
+    """Compute floor(a / b) or a - b * floor(a / b) as Python's `float_divmod` does.
 
-    Python, numpy and PyTorch do the same: 1 // 0.1 is 9, though 1 / 0.1 is 10. The result follows
-    from the exact remainder of C's fmod, which has the sign of a (see Python's `float_divmod`).
+    numpy and PyTorch do the same: 1 // 0.1 is 9, though 1 / 0.1 is 10. The result follows from the
+    exact remainder of C's fmod, which has the sign of a.
     """
     remainder = topi.mod(a, b)
     zero = tirx.const(0, dtype)
@@ -114,8 +114,11 @@ def divide_floats(name: str, dtype: str, a: Any, b: Any) -> Any:
     is_below = topi.logical_and(topi.not_equal(remainder, zero), differs)
     if name in REMAINDERS:
         return topi.where(is_below, topi.add(remainder, b), remainder)
-    whole = topi.round(topi.divide(topi.subtract(a, remainder), b))
-    lower = topi.where(is_below, topi.subtract(whole, tirx.const(1, dtype)), whole)
+    exact = topi.divide(topi.subtract(a, remainder), b)
+    exact = topi.subtract(exact, topi.cast(is_below, dtype))
+    whole = topi.floor(exact)
+    is_above = topi.greater(topi.subtract(exact, whole), tirx.const(0.5, dtype))
+    lower = topi.add(whole, topi.cast(is_above, dtype))
     return topi.where(topi.equal(b, zero), topi.divide(a, b), lower)
 
 

@@ -106,10 +106,12 @@ def test_floats__limits(name, divisor, is_constant):
     np.testing.assert_array_equal(compiled, expected)
 
 
-@pytest.mark.parametrize("divisor", [2.0, -4.0, 0.5, -(2.0**-120), 2.0**103, 2.0**127])
+@pytest.mark.parametrize(
+    "divisor", [2.0, -4.0, 0.5, -(2.0**-120), 2.0**103, 2.0**127, 0.1, -3.0, 7e-5]
+)
 @pytest.mark.parametrize("name", ["floor_divide", "floor_mod"])
-def test_floats__of_any_bits_by_a_power_of_2(name, divisor):
-    """These are no calls of C's fmod, but for remainders by fractions."""
+def test_floats__of_any_bits(name, divisor):
+    """Powers of 2 make no calls of C's fmod, but for remainders by fractions."""
     bits = np.random.default_rng(0).integers(0, 2**32, 20_000, "uint32")
     data = bits.view("float32")
     with np.errstate(all="ignore"):
