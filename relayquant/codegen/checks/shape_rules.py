@@ -28,11 +28,13 @@ class Shapes:
 
     Attributes:
         attrs: Its attributes.
+        args: Its arguments.
         operands: Shapes of its tensors, those of tuples included.
         result: Shape of its result. None of a tuple, or if it is not known.
     """
 
     attrs: Any
+    args: Sequence[Any]
     operands: Sequence[Shape]
     result: Shape | None
 
@@ -95,6 +97,19 @@ def format_axes(shapes: Shapes) -> str:
 def have_sizes(shapes: Shapes) -> Iterator[Any]:
     """Sizes, which may be values of an input, are at least 0."""
     return (tirx.GE(size, tirx.const(0, "int64")) for size in shapes.result or ())
+
+
+def stay_within(shapes: Shapes) -> Iterator[Any]:
+    """A slice that goes forward and is not clipped begins and ends within its axes."""
+    yield from have_sizes(shapes)
+    rows = shapes.args[1:]
+    if shapes.attrs.assume_inbound and all(isinstance(row, relax.Tuple) for row in rows):
+        data, (axes, begins, ends, *steps) = shapes.operands[0], rows
+        places = zip(axes.fields, begins.fields, ends.fields, strict=True)
+        for at, (axis, begin, end) in enumerate(places):
+            if not steps or int(steps[0].fields[at]) > 0:
+                yield tirx.LE(tirx.const(0, "int64"), begin)
+                yield tirx.LE(end, data[int(axis)])
 
 
 def keep_count(shapes: Shapes) -> Iterator[Any]:
@@ -290,7 +305,7 @@ def read_shapes(call: Call) -> Shapes | None:
         return None
     is_known = isinstance(getattr(call.ty, "shape", None), relax.ShapeExpr)
     result = list_dimensions(call.ty) if is_known else None
-    return Shapes(call.attrs, [list_dimensions(ty) for ty in types], result)
+    return Shapes(call.attrs, call.args, [list_dimensions(ty) for ty in types], result)
 
 
 CONVOLUTIONS = tuple(f"relax.nn.conv{rank}d" for rank in (1, 2, 3))
@@ -298,7 +313,7 @@ CONVOLUTIONS = tuple(f"relax.nn.conv{rank}d" for rank in (1, 2, 3))
 RULES = {
     **dict.fromkeys(RESHAPES, ShapeRule(keep_count, describe_change)),
     "relax.broadcast_to": ShapeRule(spread, describe_change),
-    "relax.strided_slice": ShapeRule(have_sizes, describe_change),
+    "relax.strided_slice": ShapeRule(stay_within, describe_change),
     "relax.matmul": ShapeRule(match_inner, describe_product),
     **dict.fromkeys(
         (*CONVOLUTIONS, "relax.qnn.conv1d", "relax.qnn.conv2d"),

@@ -167,3 +167,35 @@ def test_operator__of_free_sizes(name):
     assert_same_for_all_sizes(
         FUNCTIONS[name], lambda n, length: (draw(n, length, 6),), [{0: "n", 1: "l"}]
     )
+
+
+def export_along(function, size, **limits):
+    """The program of function(x), x (2, `size`), whose size is free within limits."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    free = ({1: torch.export.Dim("n", **limits)},) if limits else None
+    mod, _ = import_torch(torch.export.export(Module(), (draw(2, size),), dynamic_shapes=free))
+    return mod
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[:, :4] * 2,
+        lambda x: x[:, -4:] * 2,
+        lambda x: x[:, 1:8:2] * 2,
+        write(slice(None), slice(2, 6)),
+    ],
+    ids=["first", "last", "every second", "write"],
+)
+def test_slice__reads_nothing_behind_a_size_below_the_export_s_limit(function):
+    executor = rq.Executor(rq.compile(export_along(function, 9, min=8)))
+    x = draw(2, 11)
+    (got,) = executor.run("main", [x.numpy()])
+    np.testing.assert_array_equal(got, function(x).numpy())
+    with pytest.raises(ValueError, match="sizes do not fit"):
+        executor.run("main", [np.ones((2, 3), "float32")])
