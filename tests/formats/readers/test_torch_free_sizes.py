@@ -9,6 +9,7 @@ import pytest
 
 import relayquant as rq
 from relayquant.formats.readers import import_torch
+from relayquant.ir.rewrite.graph import call_name
 
 torch = pytest.importorskip("torch", reason="pip install torch")
 
@@ -199,3 +200,15 @@ def test_slice__reads_nothing_behind_a_size_below_the_export_s_limit(function):
     np.testing.assert_array_equal(got, function(x).numpy())
     with pytest.raises(ValueError, match="sizes do not fit"):
         executor.run("main", [np.ones((2, 3), "float32")])
+
+
+@pytest.mark.parametrize("key", [slice(4, None), slice(None, 4)], ids=["last", "first"])
+def test_write_of_a_slice__has_no_empty_part(key):
+    mod = export_along(write(slice(None), key), 8)
+    (joined,) = (
+        binding.value
+        for block in mod["main"].body.blocks
+        for binding in block.bindings
+        if call_name(binding.value) == "relax.concat"
+    )
+    assert len(joined.args[0].fields) == 2

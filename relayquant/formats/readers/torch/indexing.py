@@ -77,10 +77,18 @@ def cut(
     importer: Any, data: relax.Expr, axis: int, low: Any, high: Any, step: int = 1
 ) -> relax.Expr:
     """Emit x[low:high:step] along an axis, within its size."""
-    if step == 1 and tvm_ffi.structural_equal([low, high], [0, data.ty.shape.values[axis]]):
+    if step == 1 and is_same(low, 0) and is_same(high, data.ty.shape.values[axis]):
         return data
     part = relax.op.strided_slice(data, [axis], [low], [high], [step], assume_inbound=True)
     return importer.block_builder.emit(part)
+
+
+def is_same(place: Any, other: Any) -> bool:
+    """Whether two places, ints or expressions of sizes, are one."""
+    known = static_size(place)
+    if known is not None:
+        return known == static_size(other)
+    return tvm_ffi.structural_equal(place, other)
 
 
 def find_bounds(
@@ -141,7 +149,7 @@ def convert_slice_scatter(node: Any, importer: Any) -> relax.Expr:
         return emit(relax.op.permute_dims(value, np.argsort(order).tolist()))
     last = data.ty.shape.values[axis]
     before, behind = (
-        [] if tvm_ffi.structural_equal(ends[:1], ends[1:]) else [cut(importer, data, axis, *ends)]
+        [] if is_same(*ends) else [cut(importer, data, axis, *ends)]
         for ends in ((0, low), (high, last))
     )
     return emit(relax.op.concat([*before, values, *behind], axis))
