@@ -202,6 +202,27 @@ def test_slice__reads_nothing_behind_a_size_below_the_export_s_limit(function):
         executor.run("main", [np.ones((2, 3), "float32")])
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("example", [9, 15])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: functional.pad(x, (0, 10 - x.shape[1])) * 2,
+        lambda x: functional.pad(x, (10 - x.shape[1], 3), value=2.0) * 2,
+    ],
+    ids=["after", "before"],
+)
+def test_pad__to_a_length_crops_what_is_longer(function, example):
+    """Whatever the size at the export was."""
+    mod = export_along(function, example, min=3, max=20)
+    executor = rq.Executor(rq.compile(mod))
+    for size in (4, 9, 10, 11, 15):
+        x = draw(2, size)
+        expected = function(x).numpy()
+        for (got,) in (rq.reference.run(mod, [x.numpy()]), executor.run("main", [x.numpy()])):
+            np.testing.assert_array_equal(got, expected)
+
+
 @pytest.mark.parametrize("key", [slice(4, None), slice(None, 4)], ids=["last", "first"])
 def test_write_of_a_slice__has_no_empty_part(key):
     mod = export_along(write(slice(None), key), 8)

@@ -442,15 +442,18 @@ def write_pad(data: Any, pad: Any, value: Any = 0) -> Any:
     if all(size >= 0 for size in pad) and not is_late:
         return NotImplemented
     for place in range(0, len(pad), 2):
-        axis, (before, after) = data.dim() - 1 - place // 2, pad[place : place + 2]
-        begin, end = max(0, -before), data.shape[axis] - max(0, -after)
-        data = data.narrow(axis, begin, end - begin)
+        axis, around = data.dim() - 1 - place // 2, pad[place : place + 2]
+        # max() would settle the sign of a run-time size by the example of the export.
+        (begin, cut), counts = (
+            [torch.sym_max(0, sign * size) for size in around] for sign in (-1, 1)
+        )
+        data = data.narrow(axis, begin, data.shape[axis] - cut - begin)
         if is_late:
-            ends = [
-                data.new_full((*data.shape[:axis], max(0, size), *data.shape[axis + 1 :]), value)
-                for size in (before, after)
-            ]
-            data = torch.cat([ends[0], data, ends[1]], axis)
+            before, after = (
+                data.new_full((*data.shape[:axis], count, *data.shape[axis + 1 :]), value)
+                for count in counts
+            )
+            data = torch.cat([before, data, after], axis)
     return data if is_late else torch.constant_pad_nd(data, [max(0, size) for size in pad], value)
 
 

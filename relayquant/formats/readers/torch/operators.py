@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import tvm_ffi
-from tvm import relax
+from tvm import relax, tirx
 
 from relayquant.formats.readers.elu import emit_elu, scalar
 from relayquant.formats.readers.indices import take_largest
@@ -33,6 +33,11 @@ from relayquant.formats.readers.torch.pooling import (
     convert_pool,
 )
 from relayquant.ir.rewrite.graph import tensor_shape
+
+
+def convert_sym_max(node: Any, importer: Any) -> Any:
+    """Convert the larger of two sizes to an expression of sizes."""
+    return tirx.max(*importer.retrieve_args(node))
 
 
 def convert_extreme(node: Any, importer: Any) -> relax.Expr:
@@ -310,6 +315,7 @@ OPERATORS: dict[str, Convert] = {
     "min.dim": convert_extreme_of_axis,
     "elu.default": convert_elu,
     "topk.default": convert_topk,
+    "sym_max": convert_sym_max,
     "adaptive_max_pool2d.default": convert_adaptive_max_pool,
     "adaptive_max_pool3d.default": convert_adaptive_max_pool,
     "_embedding_bag_forward_only.default": convert_embedding_bag,
