@@ -42,6 +42,7 @@ from relayquant.codegen.tuning.tuner import (
 )
 from relayquant.config import Precision
 from relayquant.ir.float_precision import find_float_precision
+from relayquant.ir.rewrite.casts import beside_casts
 
 
 def make_pipeline(
@@ -102,7 +103,7 @@ def make_lowering(target: Target, check_shapes: tvm.transform.Pass) -> tvm.trans
             relax.transform.AnnotateTIROpPattern(),
             KEEP_APART,
             relax.transform.FuseOps(),
-            relax.transform.FuseTIR(),
+            beside_casts(relax.transform.FuseTIR()),
             create_schedule_pass(target),
             create_reduction_init_pass(),
             create_math_pass(target),
@@ -115,7 +116,7 @@ def make_lowering(target: Target, check_shapes: tvm.transform.Pass) -> tvm.trans
             relax.transform.CallTIRRewrite(),
             PLAN_MEMORY,
             relax.transform.LowerAllocTensor(),
-            relax.transform.KillAfterLastUse(),
+            beside_casts(relax.transform.KillAfterLastUse()),
             relax.transform.LowerRuntimeBuiltin(),
             relax.transform.ComputePrimValue(),
             relax.transform.VMShapeLower(),

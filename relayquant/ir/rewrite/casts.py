@@ -32,23 +32,56 @@ def canonicalize_bindings(mod: tvm.IRModule) -> tvm.IRModule:
 
     main(x: (n, 4)): y = match_cast(x, (k, 4)); z = f(y)  ->  main(x: (n, 4)): z = f(x)
     """
+    return run_beside_casts(relax.transform.CanonicalizeBindings(), find_renames, mod)
+
+
+def run_beside_casts(
+    run: tvm.transform.Pass,
+    find_shown: Callable[[relax.Function], set[relax.Var]],
+    mod: tvm.IRModule,
+) -> tvm.IRModule:
+    """Run a pass, and hide each match_cast from it but those that `find_shown` finds."""
     functions = (func for _, func in mod.functions_items() if isinstance(func, relax.Function))
-    renames = {var for func in functions for var in find_renames(func)}
+    shown = {var for func in functions for var in find_shown(func)}
 
     def hide(cast: relax.MatchCast) -> relax.Binding:
-        if cast.var in renames:
+        if cast.var in shown:
             return cast
         return relax.VarBinding(cast.var, hide_cast(cast))
 
     def show(binding: relax.VarBinding) -> relax.Binding:
         return show_cast(binding) or binding
 
-    canonicalize = relax.transform.CanonicalizeBindings()
     hidden = map_bindings(mod, relax.MatchCast, hide)
     if hidden is mod:
-        return canonicalize(mod)
-    result = canonicalize(relax.transform.Normalize()(hidden))
+        return run(mod)
+    result = run(relax.transform.Normalize()(hidden))
     return map_bindings(result, relax.VarBinding, show)
+
+
+def beside_casts(run: tvm.transform.Pass) -> tvm.transform.Pass:
+    """Return a pass of TVM from which each match_cast is hidden that compares sizes alone. FuseTIR
+    and KillAfterLastUse canonicalize bindings, and end the process where sizes such as n // 2 * 2
+    and n become one. They also remove what no value reads, so a match_cast that binds a size stays.
+    """
+
+    def apply(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        return run_beside_casts(run, find_definitions, mod)
+
+    return tvm.transform.module_pass(apply, opt_level=0, name=f"relayquant.{run.info.name}")  # pyright: ignore[reportReturnType]
+
+
+def find_definitions(func: relax.Function) -> set[relax.Var]:
+    """Find what is bound by a match_cast that gives a size a new name, or compares nothing."""
+    defined = relax.analysis.definable_tir_vars_in_type
+    known = {size for param in func.params for size in defined(param.ty)}
+    found = find_renames(func)
+    for cast in list_bindings(func):
+        if isinstance(cast, relax.MatchCast):
+            if not known.issuperset(defined(cast.ty)):
+                found.add(cast.var)
+            known.update(defined(cast.ty))
+    return found
 
 
 def find_renames(func: relax.Function) -> set[relax.Var]:

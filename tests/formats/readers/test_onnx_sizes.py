@@ -9,6 +9,8 @@ import pytest
 import tvm
 from onnx import TensorProto, helper, numpy_helper
 from onnx_runtime import run_onnxruntime
+from test_onnx import draw
+from test_onnx import make_model as make_float_model
 from test_onnx_lost_shapes import Compiled, make_model
 
 import relayquant as rq
@@ -465,3 +467,23 @@ def test_slice__along_an_axis_that_is_counted_from_the_end(bounds):
     opsets = [helper.make_opsetid("", 17)]
     compiled = Compiled(helper.make_model(graph, opset_imports=opsets, ir_version=8))
     compiled.check({"x": RNG.standard_normal((3, 4)).astype("float32")})
+
+
+def test_concat__of_sizes_that_only_the_run_compares():
+    """The maps of a detector's levels: n // 2 * 2 rows beside n rows."""
+    nodes = [
+        helper.make_node("MaxPool", ["x"], ["small"], kernel_shape=[2, 2], strides=[2, 2]),
+        helper.make_node("Resize", ["small", "", "scales"], ["large"]),
+        helper.make_node("Concat", ["x", "large"], ["both"], axis=1),
+        helper.make_node("Conv", ["both", "w"], ["y"]),
+    ]
+    weights = {"w": draw(3, 4, 1, 1), "scales": np.array([1, 1, 2, 2], "float32")}
+    model = make_float_model(nodes, {"x": ["n", 2, "h", "w"]}, weights=weights, opset=13)
+    mod, _ = rq.load(model)
+    executor = rq.Executor(rq.compile(mod))
+    for shape in ((1, 2, 4, 6), (2, 2, 8, 2)):
+        x = draw(*shape)
+        (expected,) = run_onnxruntime(model, {"x": x})
+        np.testing.assert_allclose(executor.run("main", [x])[0], expected, atol=1e-5)
+    with pytest.raises(ValueError, match="do not fit"):
+        executor.run("main", [draw(1, 2, 4, 5)])

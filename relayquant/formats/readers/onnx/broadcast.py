@@ -166,3 +166,33 @@ def convert_expand(
     if sizes is None:
         sizes = list(emit_shape(bb, wanted, count_sizes(wanted)).values)
     return broadcast(bb, data, merge_shapes([list_sizes(data), sizes]))
+
+
+def convert_concat(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Convert Concat of sizes that Relax cannot compare: a match_cast compares them at run time.
+    All others are left to TVM.
+
+    Behind such a concatenation the shape would be unknown, and few operators compile.
+    """
+    operands = list(inputs)
+    types = [getattr(each, "ty", None) for each in operands]
+    if not all(isinstance(getattr(ty, "shape", None), relax.ShapeExpr) for ty in types):
+        return None
+    if len({ty.ndim for ty in types}) > 1:
+        return None
+    shapes = [list_sizes(each) for each in operands]
+    axis = int(attrs["axis"]) % len(shapes[0])
+    columns = zip(*shapes, strict=True)
+    wanted = [next((n for n in sizes if isinstance(n, int)), sizes[0]) for sizes in columns]
+    for at, (operand, shape) in enumerate(zip(operands, shapes, strict=True)):
+        sizes = [*wanted[:axis], shape[axis], *wanted[axis + 1 :]]
+        pairs = list(zip(shape, sizes, strict=True))
+        if any(isinstance(a, int) and a != b for a, b in pairs):
+            return None  # known sizes that differ
+        if not all(is_same(a, b) for a, b in pairs):
+            operands[at] = bb.match_cast(operand, relax.TensorType(sizes, operand.ty.dtype))
+    if all(a is b for a, b in zip(operands, inputs, strict=True)):
+        return None
+    return relax.op.concat(operands, axis)

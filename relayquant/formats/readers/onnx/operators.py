@@ -34,7 +34,7 @@ from relayquant.formats.readers.onnx.arithmetic import (
     convert_shrink,
     convert_thresholded_relu,
 )
-from relayquant.formats.readers.onnx.broadcast import convert_expand, list_sizes
+from relayquant.formats.readers.onnx.broadcast import convert_concat, convert_expand, list_sizes
 from relayquant.formats.readers.onnx.convolutions import (
     convert_conv,
     convert_conv_transpose,
@@ -253,6 +253,7 @@ OPERATORS: dict[str, Convert] = {
     "Clip": convert_clip,
     "DFT": round_once(convert_dft),
     "Elu": round_once(convert_elu),
+    "Concat": convert_concat,
     "CumSum": functools.partial(require_constant, "axis", 1),
     "AffineGrid": functools.partial(require_constant, "size", 1),
     "Einsum": convert_einsum,
