@@ -60,6 +60,8 @@ def load_model(
     """
     shapes = collect(shape, "--shape")
     inputs = collect(value, "--input")
+    if not path.exists():  # a name without an ending is no path for the parser
+        raise ModelError(f"There is no model file {path}.", code="RQ201")
     check_no_library(path)
     if is_module_file(path):
         if shapes or inputs:

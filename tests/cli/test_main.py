@@ -77,6 +77,7 @@ def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["inspect", "missing.onnx"], "There is no model file missing.onnx."),
+        (["lint", "missing", *DATA], "There is no model file missing."),
         (
             ["quantize", "missing.onnx", "--data", "missing.npz"],
             "no data file or folder missing.npz",

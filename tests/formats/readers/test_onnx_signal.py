@@ -7,6 +7,7 @@ import pytest
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from test_onnx import draw, make_model, run_imported
+from test_onnx_operators import make_mixed_model
 
 from relayquant.errors import ModelError
 from relayquant.formats.readers import fourier, import_onnx
@@ -157,3 +158,18 @@ def test_refusal__says_what_is_supported(node, shape, weights, message):
     opset = 20 if "a" in weights else 17
     with pytest.raises(ModelError, match=message):
         import_onnx(make_model([node], {"x": shape}, weights=weights, opset=opset))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_signals__of_other_types(dtype):
+    """Sums have float32 at least, and are rounded once."""
+    x, window = draw(2, 24, 1).astype(dtype), np.hanning(8).astype(dtype)
+    dft, weights = make_dft(20, 1, 20, onesided=1)
+    stft = helper.make_node("STFT", ["x", "step", "w", ""], ["y"])
+    frames = {"step": np.array(4), "w": window}
+    for node, constants in ((dft, weights), (stft, frames)):
+        model = make_mixed_model(node, {"x": x}, 20, constants)
+        (expected,) = ReferenceEvaluator(model).run(None, {"x": x})
+        (found,) = run_imported(import_onnx(model)[0], {"x": x})
+        assert found.dtype == dtype
+        np.testing.assert_allclose(found, expected, atol=2e-2 if dtype == "float16" else 1e-9)

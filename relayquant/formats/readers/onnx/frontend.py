@@ -9,6 +9,7 @@ from tvm import relax
 
 from relayquant.base import _tvm
 from relayquant.formats.readers.onnx.grouped import GROUPED_PRODUCTS
+from relayquant.ir.rewrite.graph import constant_value
 
 FRONTEND = _tvm.load_onnx_frontend()
 
@@ -31,10 +32,19 @@ def round_once(convert: Callable[..., relax.Expr]) -> Callable[..., relax.Expr]:
         dtype = str(inputs[0].ty.dtype)
         if dtype not in ("float16", "bfloat16"):
             return convert(bb, inputs, attrs, opset)
-        wide = [bb.emit(relax.op.astype(each, "float32")) for each in inputs]
+        wide = [widen_operand(bb, each, dtype) for each in inputs]
         return relax.op.astype(bb.emit(convert(bb, wide, attrs, opset)), dtype)
 
     return convert_widened
+
+
+def widen_operand(bb: relax.BlockBuilder, operand: Any, dtype: str) -> Any:
+    """Return an operand of this type in float32, a constant as one, and any other as it is."""
+    if operand is None or str(getattr(operand.ty, "dtype", "")) != dtype:
+        return operand
+    if (array := constant_value(operand)) is not None:
+        return relax.const(array.astype("float32"))
+    return bb.emit(relax.op.astype(operand, "float32"))
 
 
 def sum_in_float32(
