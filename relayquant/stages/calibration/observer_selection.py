@@ -253,7 +253,7 @@ def compare_noise(noise: Float64Array, base: Float64Array) -> tuple[float, float
     error = math.sqrt((n - 1) * np.var(10 * np.log10(others)))
     if abs(ratio) >= error or ratio > TOLERANCE:
         return ratio, error
-    each = 10 * np.log10(noise / base)
+    each = 10 * (np.log10(noise) - np.log10(base))  # a quotient by a base of almost 0 is infinite
     return float(each.mean()), float(each.std(ddof=1) / math.sqrt(n))
 
 
