@@ -147,6 +147,12 @@ def test_stft__symbolic_signal():
             "frame_step is 0, its frame_length 16; supported: 1 or more",
         ),
         (
+            helper.make_node("STFT", ["x", "step", "", "n"], ["y"]),
+            [1, 15, 1],
+            {"step": np.array(4), "n": np.array(16)},
+            "signal has 15 values, a frame 16; supported: no fewer",
+        ),
+        (
             helper.make_node("STFT", ["x", "step"], ["y"]),
             [1, 64, 1],
             {"step": np.array(4)},

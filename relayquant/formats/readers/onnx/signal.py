@@ -7,6 +7,7 @@ from typing import Any
 
 from tvm import relax
 
+from relayquant.errors import format_count
 from relayquant.formats.readers.fourier import emit_product, make_real_inverse, make_transform
 from relayquant.formats.readers.onnx.sizes import known_shape
 from relayquant.formats.readers.refusal import FIX_SIZES, NotConstant, Refusal
@@ -86,6 +87,10 @@ def convert_stft(
         raise Refusal("it has neither window nor frame_length; supported: one of them")
     if step is None or min(step, length) < 1:
         raise Refusal(f"its frame_step is {step}, its frame_length {length}; supported: 1 or more")
+    signal = known_shape(data)[1]
+    if isinstance(signal, int) and signal < length:
+        count = format_count(signal, "value")
+        raise Refusal(f"its signal has {count}, a frame {length}; supported: no fewer")
     onesided = bool(attrs.get("onesided", 1))
     if onesided and parts == 2:
         raise Refusal("it is onesided, of complex numbers; supported: onesided=0")
