@@ -72,21 +72,27 @@ def emit_product(
     """
     count, parts, results, made = matrix.shape
     shape, dtype = list(data.ty.shape.values), str(data.ty.dtype)
-    size = static_size(shape[axis])
-    if size is None:
-        raise Refusal(f"it transforms a symbolic number {shape[axis]} of values", FIX_SIZES)
+    size = count_values(data, axis)
     if size > count:
         data = bb.emit(relax.op.strided_slice(data, [axis], [0], [count], [1]))
     used = min(size, count)
-    others = [at for at in range(len(shape) - 1) if at != axis]
-    if others != list(range(len(others))):
-        data = bb.emit(relax.op.permute_dims(data, [*others, axis, len(shape) - 1]))
+    *others, last = (at for at in range(len(shape)) if at != axis)
+    order = [*others, axis, last]
+    if order != sorted(order):
+        data = bb.emit(relax.op.permute_dims(data, order))
     sizes = [shape[at] for at in others]
     rows = bb.emit(relax.op.reshape(data, [*sizes, used * parts]))
     weight = matrix[:used].reshape(used * parts, results * made).astype(dtype)
     value = bb.emit(relax.op.matmul(rows, relax.const(weight, dtype)))
     value = bb.emit(relax.op.reshape(value, [*sizes, results, made]))
-    if others != list(range(len(others))):
-        back = np.argsort([*others, axis, len(shape) - 1]).tolist()
-        value = bb.emit(relax.op.permute_dims(value, back))
+    if order != sorted(order):
+        value = bb.emit(relax.op.permute_dims(value, np.argsort(order).tolist()))
     return value
+
+
+def count_values(data: relax.Expr, axis: int) -> int:
+    """Return the size of an axis. Refusal if it is symbolic."""
+    size = data.ty.shape.values[axis]
+    if (count := static_size(size)) is None:
+        raise Refusal(f"it transforms a symbolic number {size} of values", FIX_SIZES)
+    return count

@@ -1,16 +1,15 @@
-"""Module -> the same module in one form, by TVM's CanonicalizeBindings, with every R.match_cast
-that compares sizes.
+"""Passes of TVM that canonicalize bindings, beside every R.match_cast that compares sizes.
 
-The pass takes two sizes as one where a match_cast compares them, and drops the match_cast, also
-where both are sizes of inputs. Then inputs of other sizes would be read as if they had these. So a
-match_cast is hidden from it:
+CanonicalizeBindings takes two sizes as one where a match_cast compares them, and drops the
+match_cast, also where both are sizes of inputs. Then inputs of other sizes would be read as if they
+had these. So a match_cast is hidden from it:
 
     y = match_cast(x, type)  ->  y = call_pure_packed("relayquant.match_cast", x, ty_args=type)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import tvm
@@ -73,31 +72,31 @@ def beside_casts(run: tvm.transform.Pass) -> tvm.transform.Pass:
 
 def find_definitions(func: relax.Function) -> set[relax.Var]:
     """Find what is bound by a match_cast that gives a size a new name, or compares nothing."""
-    defined = relax.analysis.definable_tir_vars_in_type
-    known = {size for param in func.params for size in defined(param.ty)}
-    found = find_renames(func)
-    for cast in list_bindings(func):
-        if isinstance(cast, relax.MatchCast):
-            if not known.issuperset(defined(cast.ty)):
-                found.add(cast.var)
-            known.update(defined(cast.ty))
-    return found
+    names = relax.analysis.definable_tir_vars_in_type
+    defining = (cast for cast, known in list_casts(func) if not known.issuperset(names(cast.ty)))
+    return find_renames(func).union(cast.var for cast in defining)
 
 
 def find_renames(func: relax.Function) -> set[relax.Var]:
     """Find what is bound by a match_cast that compares nothing: its sizes are new or the same."""
-    defined = relax.analysis.definable_tir_vars_in_type
-    known = {size for param in func.params for size in defined(param.ty)}
-    found = set()
+    return {
+        cast.var
+        for cast, known in list_casts(func)
+        if only_renames(list_dimensions(cast.value.ty), list_dimensions(cast.ty), known)
+    }
+
+
+def list_casts(func: relax.Function) -> Iterator[tuple[relax.MatchCast, Set[tirx.Var]]]:
+    """Yield each match_cast, and the sizes that have a name before it."""
+    names = relax.analysis.definable_tir_vars_in_type
+    known = {size for param in func.params for size in names(param.ty)}
     for cast in list_bindings(func):
         if isinstance(cast, relax.MatchCast):
-            if only_renames(list_dimensions(cast.value.ty), list_dimensions(cast.ty), known):
-                found.add(cast.var)
-            known.update(defined(cast.ty))
-    return found
+            yield cast, frozenset(known)
+            known.update(names(cast.ty))
 
 
-def only_renames(given: list, wanted: list, known: set[tirx.Var]) -> bool:
+def only_renames(given: list, wanted: list, known: Set[tirx.Var]) -> bool:
     """Whether sizes become the wanted ones by names that are not known yet."""
     changed = [
         new for old, new in zip(given, wanted, strict=False) if not same_extents([old], [new])
@@ -123,7 +122,7 @@ def map_bindings(mod: tvm.IRModule, kind: type, change: Callable[[Any], Any]) ->
 
 
 def hide_cast(cast: relax.MatchCast) -> Call:
-    """Make the call that stands for a cast. Its type is to be inferred."""
+    """Make the call that stands for a cast. It has no type until a pass normalizes the module."""
     return Call(Op.get(CALL_PACKED), [relax.ExternFunc(HIDDEN), cast.value], None, [cast.ty])
 
 

@@ -70,7 +70,7 @@ from relayquant.stages.calibration.shard import (
     StepArguments,
     name_real,
 )
-from relayquant.stages.calibration.store import MOST_KEPT_BYTES, ValueMemory
+from relayquant.stages.calibration.store import MOST_KEPT_BYTES, Shard, ValueMemory
 from relayquant.stages.calibration.subgraphs import Subgraph
 from relayquant.stages.calibration.weights.curves import Slopes, ValueCurve, find_curves
 from relayquant.stages.calibration.weights.fit import fit_operator, round_bias
@@ -350,8 +350,10 @@ class _Run:
         has_symbols = any(subgraph.symbols for subgraph in subgraphs)
         shards = self.data.shards
         parts = {key: seen.for_part(shards[0], self.data.count) for key, seen in observed.items()}
-        tasks = [
-            ShardTask(
+
+        def make_task(shard: Shard) -> ShardTask:
+            is_judged = results and any(shard.start <= n < shard.stop for n in self.judged)
+            return ShardTask(
                 subgraphs if is_judged or not data_pass.results else subgraphs[:-1],
                 shard,
                 self.data.values,
@@ -360,11 +362,8 @@ class _Run:
                 tuple(name for name in computed if name in judged) if is_judged else stored,
                 self.data.record.symbols[shard.start : shard.stop] if has_symbols else (),
             )
-            for shard in shards
-            for is_judged in [
-                bool(results) and any(shard.start <= n < shard.stop for n in self.judged)
-            ]
-        ]
+
+        tasks = [make_task(shard) for shard in shards]
         known = {**self.variables, **self.fixed}
         read = dict.fromkeys(
             name for subgraph in subgraphs for name in (*subgraph.inputs, *subgraph.observed)

@@ -8,9 +8,14 @@ from typing import Any
 from tvm import relax
 
 from relayquant.errors import format_count
-from relayquant.formats.readers.fourier import emit_product, make_real_inverse, make_transform
+from relayquant.formats.readers.fourier import (
+    count_values,
+    emit_product,
+    make_real_inverse,
+    make_transform,
+)
 from relayquant.formats.readers.onnx.sizes import known_shape
-from relayquant.formats.readers.refusal import FIX_SIZES, NotConstant, Refusal
+from relayquant.formats.readers.refusal import NotConstant, Refusal
 from relayquant.ir.rewrite.graph import constant_value
 
 
@@ -41,19 +46,17 @@ def convert_dft(
         Refusal: the length of the axis is symbolic, or too large.
         NotConstant: the axis or dft_length is computed at run time.
     """
-    (data, *_), shape = inputs, known_shape(inputs[0])
+    data, parts, rank = inputs[0], count_parts(inputs[0]), len(known_shape(inputs[0]))
     if opset < 20:
         axis = int(attrs.get("axis", 1))
     else:
         given = read_integer(inputs, 2, "axis")
         axis = -2 if given is None else given
-    axis %= len(shape)
+    axis %= rank
     inverse, onesided = bool(attrs.get("inverse", 0)), bool(attrs.get("onesided", 0))
     length = read_integer(inputs, 1, "dft_length")
     if length is None:
-        if isinstance(shape[axis], str):
-            raise Refusal(f"it transforms a symbolic number {shape[axis]} of values", FIX_SIZES)
-        length = int(shape[axis])
+        length = count_values(data, axis)
         length = 2 * (length - 1) if inverse and onesided else length
     if length < 1:
         raise Refusal(f"its dft_length is {length}; supported: 1 or more")
@@ -62,7 +65,7 @@ def convert_dft(
     else:
         results = length // 2 + 1 if onesided else length
         matrix = make_transform(length, results=results, inverse=inverse)
-    return emit_product(bb, data, axis, matrix[:, : count_parts(data)])
+    return emit_product(bb, data, axis, matrix[:, :parts])
 
 
 def convert_stft(

@@ -18,7 +18,7 @@ from relayquant.formats.readers.fourier import emit_product, make_transform
 from relayquant.formats.readers.indices import take_largest
 from relayquant.formats.readers.refusal import FIX_SIZES, Refusal
 from relayquant.formats.readers.tflite.options import read_options
-from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_dtype, tensor_shape
 
 #: Largest constant that FILL makes, in elements.
 MAX_FILLED = 2**28
@@ -142,7 +142,7 @@ def convert_rfft2d(converter: Any, op: Any) -> relax.Expr:
     value = converter.bb.emit(relax.op.reshape(data, shape))
     row = make_transform(width, results=width // 2 + 1)[:, :1]
     value = emit_product(converter.bb, value, rank - 1, row)
-    if height == 1 == shape[-3]:
+    if height == 1 == static_size(shape[-3]):
         return value
     return emit_product(converter.bb, value, rank - 2, make_transform(height, results=height))
 
@@ -150,7 +150,7 @@ def convert_rfft2d(converter: Any, op: Any) -> relax.Expr:
 def convert_squeeze(converter: Any, op: Any) -> relax.Expr:
     """Convert SQUEEZE along the given axes, or along all axes of size 1 if none is given.
 
-    Complex numbers are pairs along an axis of their own behind those of the file.
+    A complex number is a pair along one more axis, the last, which the file does not count.
     """
     from tflite import SqueezeOptions
 
