@@ -93,7 +93,7 @@ def make_pipeline(
 
 
 def make_lowering(target: Target, check_shapes: tvm.transform.Pass) -> tvm.transform.Pass:
-    """Make the passes behind the kernels: those of TVM's own pipeline, with ours between them."""
+    """Make the passes after the choice of kernels: TVM's own pipeline, with some of ours in it."""
     return tvm.transform.Sequential(
         [
             # sort, topk and cumulative sums, which have no legalization

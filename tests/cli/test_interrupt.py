@@ -211,7 +211,7 @@ def test_output__a_command_that_failed_on_a_full_disk():
 
 @pytest.mark.parametrize("words", ["nosuch", "bench nosuch.onnx", "nosuch --json"])
 def test_output__a_mistake_that_cannot_be_told(words):
-    """The exit code is that of the mistake."""
+    """The exit code still says that the command line was wrong."""
     code, said = run_in_shell(f"{words} 2>/dev/full >/dev/null")
     assert (code, said) == (ExitCode.USER_ERROR, "")
 

@@ -224,7 +224,7 @@ def scatter(shapes: Shapes) -> Iterator[Any]:
 
 
 def find_places(sizes: Shape, indices: Shape) -> Iterator[Any]:
-    """An axis without values has none at any index. Without indices, it needs none."""
+    """Axes of these sizes have values to take, or there is no index."""
     one = tirx.const(1, "int64")
     is_asked = tirx.NE(prod(indices, start=one), tirx.const(0, "int64"))
     return (tirx.any(tirx.Not(is_asked), tirx.LE(one, size)) for size in sizes)

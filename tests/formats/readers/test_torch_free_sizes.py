@@ -47,7 +47,7 @@ def draw_places(count, *shape):
 
 
 def convolve(rank, **settings):
-    """A convolution of each sample by weights of its own: as many groups as samples."""
+    """Each sample has its own weights, so there are as many groups as samples."""
     is_transposed = settings.pop("transposed", False)
     name = f"conv_transpose{rank}d" if is_transposed else f"conv{rank}d"
 

@@ -318,7 +318,9 @@ def read_triple(target: Target) -> str:
 
 
 def may_use_system(target: Target, mod: tvm.IRModule) -> bool:
-    """Whether kernels of a module may call Linux: not those of a library for bare metal."""
+    """Whether kernels may call functions of Linux. A module with a system_lib_prefix may become a
+    library for a machine without an operating system.
+    """
     if target.kind.name != "llvm" or "system_lib_prefix" in (mod.attrs or {}):
         return False
     return "linux" in read_triple(target).split("-")[1:]

@@ -76,7 +76,9 @@ def convert_reduction(
 
 
 def compute_real(bb: relax.BlockBuilder, function: Unary, data: relax.Expr) -> relax.Expr:
-    """Emit a function of real numbers: that of integers in float64, rounded to zero."""
+    """Emit a function of real numbers. Integers become float64, and its results of these are
+    rounded to zero.
+    """
     dtype = tensor_dtype(data)
     if "int" not in dtype:
         return bb.emit(function(data))

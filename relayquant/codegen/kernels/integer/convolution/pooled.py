@@ -6,8 +6,8 @@ maximum is taken of the sums, and only the results of the pool are converted and
 A window of s + 1 rows at steps of s shares its first row with the last row of the window above it.
 With rows of the convolution counted from the first window on, and taken in order:
 
-- Row y updates one of two rows of partial maxima, that of y // s. Along the row, the maximum over
-  the columns of a window is taken of the sums in registers.
+- Row y updates row y // s of the partial maxima; two of these rows are kept at a time. Along row y,
+  the maximum over the columns of a window is taken of the sums in registers.
 - After row s * (i + 1), the maximum of the partial rows i and i + 1 is row i of the results.
 
 Threads share the rows of the results. Each computes the first row of its share, which is also the
@@ -81,7 +81,7 @@ def plan_pooled(spec: PooledConv2d, isa: Isa) -> ConvPlan | None:
     """Choose the plan of the convolution in a pooled one. None if there is no such kernel.
 
     Tiles are one row of pixels, and begin where a window does. They have at most as many sums as
-    the tile of the convolution alone. Of those that are about as fast, the one with the fewest
+    the tile of the convolution alone. Of tiles that are about as fast, the one with the fewest
     loads and updates of partial maxima wins.
     """
     conv, window = spec.conv, spec.window
