@@ -17,6 +17,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.errors import format_count
+from relayquant.formats.readers.onnx.frontend import run_frontend
 from relayquant.formats.readers.onnx.quantized import (
     convert_dequantize_linear,
     convert_matmul_integer,
@@ -230,6 +231,13 @@ def look_up(bb: relax.BlockBuilder, triple: Sequence[Any], indices: relax.Expr) 
     """Look up rows of a quantized table and dequantize them."""
     table, *parameters = triple
     return dequantize(bb, bb.emit(relax.op.take(table, indices, axis=0)), *parameters)
+
+
+def convert_attention(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Convert Attention to its first output. TVM's frontend gives a zero for the second one."""
+    return run_frontend("Attention", bb, inputs, attrs, opset).fields[0]
 
 
 def convert_qattention(

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from relayquant.errors import format_count
 from relayquant.formats.readers.onnx.contrib import (
+    convert_attention,
     convert_dynamic_quantize_lstm,
     convert_dynamic_quantize_matmul,
     convert_matmul_integer_to_float,
@@ -47,27 +47,19 @@ class ForeignOperator:
         known: Attributes that the conversion reads, and hints that change no result.
         required: Attributes in `known` that a node must have.
         neutral: Attributes that are not read -> the only value with which they change nothing.
-        outputs: How many of its outputs the conversion computes.
     """
 
     convert: Convert | None = None
     known: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     neutral: Mapping[str, Any] = field(default_factory=dict)
-    outputs: int = 1
 
     def select_attributes(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the attributes that the conversion may read.
 
         Raises:
-            Refusal: a required attribute is missing, an unknown attribute is set, or the node has
-                more outputs than are computed.
+            Refusal: a required attribute is missing, or an unknown attribute is set.
         """
-        count = attrs[OF_FRONTEND]["num_outputs"]
-        if count > self.outputs:
-            raise Refusal(
-                f"it has {format_count(count, 'output')}; supported: the first {self.outputs}"
-            )
         missing = [name for name in self.required if name not in attrs]
         if missing:
             raise Refusal(f"it has no attribute {', '.join(missing)}; required: all of them")
@@ -93,18 +85,17 @@ _QUANTIZED = ("axis", "block_size", "output_dtype", "precision", "saturate")
 FOREIGN: dict[str, dict[str, ForeignOperator]] = {
     "com.microsoft": {
         "Attention": ForeignOperator(
-            known=("mask_filter_value", "num_heads", "qkv_hidden_sizes"),
+            convert_attention,
+            ("mask_filter_value", "num_heads", "qkv_hidden_sizes"),
             required=("num_heads",),
             neutral=_ATTENTION,
         ),
         "BiasGelu": ForeignOperator(),
         "DequantizeLinear": ForeignOperator(convert_dequantize_linear, _QUANTIZED),
-        "DynamicQuantizeLSTM": ForeignOperator(
-            convert_dynamic_quantize_lstm, _RECURRENT, outputs=3
-        ),
+        "DynamicQuantizeLSTM": ForeignOperator(convert_dynamic_quantize_lstm, _RECURRENT),
         "DynamicQuantizeMatMul": ForeignOperator(convert_dynamic_quantize_matmul),
         "EmbedLayerNormalization": ForeignOperator(
-            convert_embed_layer_normalization, ("epsilon", "mask_index_type"), outputs=3
+            convert_embed_layer_normalization, ("epsilon", "mask_index_type")
         ),
         "FastGelu": ForeignOperator(),
         "FusedConv": ForeignOperator(
@@ -137,22 +128,18 @@ FOREIGN: dict[str, dict[str, ForeignOperator]] = {
             ("mask_filter_value", "num_heads", "scale", "unidirectional"),
             required=("num_heads",),
             neutral={"do_rotary": 0, "past_present_share_buffer": 0},
-            outputs=2,
         ),
         "QEmbedLayerNormalization": ForeignOperator(
-            convert_qembed_layer_normalization, ("epsilon",), outputs=2
+            convert_qembed_layer_normalization, ("epsilon",)
         ),
         "QLinearWhere": ForeignOperator(convert_qlinear_where),
         "QuickGelu": ForeignOperator(convert_quick_gelu, ("alpha",)),
         "QuantizeLinear": ForeignOperator(convert_quantize_linear, _QUANTIZED),
-        "SkipLayerNormalization": ForeignOperator(
-            convert_skip_layer_normalization, ("epsilon",), outputs=4
-        ),
+        "SkipLayerNormalization": ForeignOperator(convert_skip_layer_normalization, ("epsilon",)),
         "SkipSimplifiedLayerNormalization": ForeignOperator(
             convert_skip_simplified_layer_normalization,
             ("epsilon",),
             required=("epsilon",),
-            outputs=4,
         ),
     }
 }

@@ -15,6 +15,7 @@ from relayquant.formats.readers.elu import scalar
 from relayquant.formats.readers.onnx.activations import find_activation
 from relayquant.formats.readers.onnx.frontend import sum_in_float32
 from relayquant.formats.readers.onnx.normalization import convert_rms_normalization
+from relayquant.formats.readers.onnx.outputs import NOT_COMPUTED
 from relayquant.formats.readers.onnx.sizes import known_shape
 
 
@@ -78,8 +79,8 @@ def convert_skip_simplified_layer_normalization(
 ) -> relax.Expr:
     """Convert SkipSimplifiedLayerNormalization(x, skip, scale, bias) -> (y, -, -, sum).
 
-    y is SimplifiedLayerNormalization over the last axis of sum = x + skip + bias. ONNX Runtime
-    leaves the second and third output out.
+    y is SimplifiedLayerNormalization over the last axis of sum = x + skip + bias. The second and
+    third output are not computed. ONNX Runtime leaves them out, too.
     """
     data, skip, scale, bias = (*inputs, None)[:4]
     total = bb.emit(relax.op.add(data, skip))
@@ -89,4 +90,4 @@ def convert_skip_simplified_layer_normalization(
     value = convert_simplified_layer_normalization(bb, [total, scale], form, opset)
     if attrs["tvm_custom"]["num_outputs"] == 1:
         return value
-    return relax.Tuple([bb.emit(value), total, total, total])
+    return relax.Tuple([bb.emit(value), NOT_COMPUTED, NOT_COMPUTED, total])

@@ -50,6 +50,7 @@ from relayquant.formats.readers.onnx.inference import (
 )
 from relayquant.formats.readers.onnx.inputs import Inputs, fix_inputs
 from relayquant.formats.readers.onnx.operators import OPERATORS
+from relayquant.formats.readers.onnx.outputs import check_outputs, drop_unnamed
 from relayquant.formats.readers.onnx.positions import check_positions
 from relayquant.formats.readers.onnx.rewrite import WIDENED, name_node, rewrite_integer_nodes
 from relayquant.formats.readers.onnx.symbolic import emit_tensor, find_tensors, fold_sizes, is_sizes
@@ -167,7 +168,7 @@ class _Importer(FRONTEND.ONNXGraphImporter):
         self._graph = graph
         self._count = self._depth = 0
         self._is_in_body = False
-        self._domain = ""  # domain of the node that is being converted
+        self._node = onnx.NodeProto()  # the node that is being converted
         # A value in a body may get the name of an output of its If, but no other name that is
         # taken.
         self._names: dict[str, str] = {}
@@ -292,7 +293,7 @@ class _Importer(FRONTEND.ONNXGraphImporter):
         if body is not None:
             self._construct_body(node, body)
         else:
-            self._domain = node.domain
+            self._node = node = drop_unnamed(node, schema)
             sizes = {name: operands[name] for name in find_tensors(node, operands)}
             self._nodes.update({name: emit_tensor(self.bb, sizes[name]) for name in sizes})
             super()._construct_nodes(_GraphView([node], (), (), ()))
@@ -355,17 +356,19 @@ class _Importer(FRONTEND.ONNXGraphImporter):
         self, op_name: str, inputs: list[relax.Expr], attrs: dict[str, Any], opset: int
     ) -> relax.Expr:
         try:
-            if self._domain in STANDARD:
+            if self._node.domain in STANDARD:
                 convert = OPERATORS.get(op_name)
                 inputs[:] = spread_operands(self.bb, op_name, inputs)
             else:
-                foreign = FOREIGN[self._domain][op_name]
+                foreign = FOREIGN[self._node.domain][op_name]
                 convert, attrs = foreign.convert, foreign.select_attributes(attrs)
-            if convert is not None:
-                converted = convert(self.bb, inputs, attrs, opset)
-                if converted is not None:
-                    return self.bb.normalize(converted)
-            return super()._convert_operator(op_name, inputs, attrs, opset)
+            converted = None if convert is None else convert(self.bb, inputs, attrs, opset)
+            if converted is None:
+                converted = super()._convert_operator(op_name, inputs, attrs, opset)
+            else:
+                converted = self.bb.normalize(converted)
+            check_outputs(self._node.output, converted)
+            return converted
         except Exception as error:
             raise _Failed(error) from error
 

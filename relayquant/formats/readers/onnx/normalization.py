@@ -14,6 +14,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.base import _tvm
+from relayquant.formats.readers.onnx.outputs import NOT_COMPUTED
 from relayquant.formats.readers.onnx.sizes import known_shape
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
@@ -183,17 +184,14 @@ def convert_lp_normalization(
 
 def convert_batch_normalization(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr | None:
-    """Convert BatchNormalization in training mode. Inference is left to TVM.
+) -> relax.Expr:
+    """Convert BatchNormalization. In inference it has one output: the others are those of training.
 
     TVM's momentum is the weight of the batch, ONNX's is the weight of the running statistics.
-
-    Raises:
-        Refusal: a training form of an opset before 14.
     """
-    if not attrs.get("training_mode", 0):
-        if opset < 14 and attrs["tvm_custom"]["num_outputs"] > 1:
-            raise Refusal("it has the outputs of training; supported: one output")
-        return None
-    training = {**attrs, "momentum": 1.0 - float(attrs.get("momentum", 0.9))}
-    return _tvm.load_onnx_frontend().BatchNormalization._impl_v15(bb, inputs, training, [{}, {}])
+    convert = _tvm.load_onnx_frontend().BatchNormalization._impl_v15
+    attrs = {**attrs, "momentum": 1.0 - float(attrs.get("momentum", 0.9))}
+    result = convert(bb, inputs, attrs, [{}, {}])
+    if attrs.get("training_mode", 0):
+        return result
+    return relax.Tuple([result.fields[0], *[NOT_COMPUTED] * (len(result.fields) - 1)])

