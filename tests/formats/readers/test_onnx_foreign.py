@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
 from onnx_runtime import run_onnxruntime
@@ -241,3 +242,62 @@ def test_outputs__that_are_not_computed():
     ):
         rq.load(model)
     assert numpy_helper.to_array(model.graph.initializer[0]).shape == (8, 24)
+
+
+def make_rms_norm() -> onnx.ModelProto:
+    """The operators of which ONNX Runtime makes one, SimplifiedLayerNormalization."""
+    steps = [
+        ("Pow", ["x", "two"], "square"),
+        ("ReduceMean", ["square"], "mean"),
+        ("Add", ["mean", "epsilon"], "power"),
+        ("Sqrt", ["power"], "root"),
+        ("Div", ["x", "root"], "value"),
+        ("Mul", ["value", "scale"], "y"),
+    ]
+    nodes = [
+        helper.make_node(op, names, [name], **({"axes": [-1]} if op == "ReduceMean" else {}))
+        for op, names, name in steps
+    ]
+    weights = {"two": scale(2.0), "epsilon": scale(0.01), "scale": draw(8)}
+    model = make_model(nodes, {"x": ("float32", (2, 3, 8))}, 13, weights)
+    model.graph.output[0].type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    return model
+
+
+def test_simplified_layer_normalization__of_a_file_that_onnx_runtime_optimized(tmp_path):
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    model = make_rms_norm()
+    onnxruntime.InferenceSession(model.SerializeToString(), options)
+    optimized = onnx.load(options.optimized_model_filepath)
+    assert [(n.domain, n.op_type) for n in optimized.graph.node] == [
+        ("", "SimplifiedLayerNormalization")
+    ]
+    data = {"x": draw(2, 3, 8)}
+    (want,) = run_onnxruntime(model, data, rewrites=False)
+    (found,) = rq.reference.run(rq.load(optimized)[0], data)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+    optimized.graph.node[0].attribute.append(helper.make_attribute("unheard_of", 1))
+    with pytest.raises(ModelError, match=r"operator Simplified.*attribute unheard_of is 1"):
+        rq.load(optimized)
+
+
+@pytest.mark.parametrize("axis", [-1, 1, 0])
+def test_simplified_layer_normalization__attributes(axis):
+    weights, data = {"c": draw(*(2, 3, 8)[axis:])}, {"x": draw(2, 3, 8)}
+    for outputs in (["y"], ["y", "inverse"]):
+        node = helper.make_node(
+            "SimplifiedLayerNormalization", ["x", "c"], outputs, axis=axis, epsilon=0.1,
+            stash_type=1,
+        )  # fmt: skip
+        model = make_model([node], {"x": ("float32", (2, 3, 8))}, 13, weights)
+        model.graph.output[0].type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+        if len(outputs) > 1:
+            with pytest.raises(ModelError, match="its output 'inverse', number 2, is not comp"):
+                rq.load(model)
+            continue
+        (want,) = run_onnxruntime(model, data, rewrites=False)
+        (found,) = rq.reference.run(rq.load(model)[0], data)
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)

@@ -1,10 +1,12 @@
-"""ONNX reader: operators of other domains that are known, and their attributes."""
+"""ONNX reader: operators that are known, but not ONNX's, and their attributes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import onnx
 
 from relayquant.formats.readers.onnx.contrib import (
     convert_attention,
@@ -20,6 +22,7 @@ from relayquant.formats.readers.onnx.fused import (
     convert_fused_gemm,
     convert_fused_matmul,
     convert_quick_gelu,
+    convert_simplified_layer_normalization,
     convert_skip_simplified_layer_normalization,
 )
 from relayquant.formats.readers.onnx.grouped import convert_matmul_nbits
@@ -40,7 +43,7 @@ OF_FRONTEND = "tvm_custom"
 
 @dataclass(frozen=True)
 class ForeignOperator:
-    """An operator of another domain, which `onnx.checker` does not check.
+    """An operator that is not ONNX's, so that `onnx.checker` does not check it.
 
     Attributes:
         convert: Its conversion here. None if TVM converts it.
@@ -81,8 +84,16 @@ _RECURRENT = (
     *("clip", "direction", "hidden_size", "input_forget"),
 )
 _QUANTIZED = ("axis", "block_size", "output_dtype", "precision", "saturate")
-#: Known operators of other domains, by domain and type.
+#: Domain that ONNX Runtime gives some of its own operators, although it is the one of ONNX.
+RUNTIME = ""
+
+#: Known operators, by domain and type.
 FOREIGN: dict[str, dict[str, ForeignOperator]] = {
+    RUNTIME: {
+        "SimplifiedLayerNormalization": ForeignOperator(
+            convert_simplified_layer_normalization, ("axis", "epsilon", "stash_type")
+        ),
+    },
     "com.microsoft": {
         "Attention": ForeignOperator(
             convert_attention,
@@ -141,5 +152,10 @@ FOREIGN: dict[str, dict[str, ForeignOperator]] = {
             ("epsilon",),
             required=("epsilon",),
         ),
-    }
+    },
 }
+
+
+def find_foreign(node: onnx.NodeProto) -> ForeignOperator | None:
+    """Return the operator of a node, or None if it is ONNX's or not known."""
+    return FOREIGN.get(node.domain, {}).get(node.op_type)

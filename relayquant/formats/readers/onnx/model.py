@@ -36,7 +36,7 @@ from relayquant.formats.readers.onnx.file import (
 )
 from relayquant.formats.readers.onnx.fixed_sizes import fix_sizes, name_squeezed_axes
 from relayquant.formats.readers.onnx.fold import find_array, fold_node, settle_sizes
-from relayquant.formats.readers.onnx.foreign import FOREIGN
+from relayquant.formats.readers.onnx.foreign import find_foreign
 from relayquant.formats.readers.onnx.frontend import FRONTEND
 from relayquant.formats.readers.onnx.functions import MAX_NODES, check_expansion
 from relayquant.formats.readers.onnx.halves import widen_halves
@@ -192,8 +192,9 @@ class _Importer(FRONTEND.ONNXGraphImporter):
         standard = {*FRONTEND._get_convert_map(), *OPERATORS, *CONTROL_FLOW, "Constant"}
         missing: dict[str, list[str]] = {}
         for node in nodes:
-            known = standard if node.domain in STANDARD else FOREIGN.get(node.domain, {})
-            if node.op_type not in known and not has_body(node, self.opset):
+            is_standard = node.domain in STANDARD and node.op_type in standard
+            is_known = is_standard or find_foreign(node) is not None
+            if not is_known and not has_body(node, self.opset):
                 name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
                 missing.setdefault(name, []).append(name_node(node))
         if missing:
@@ -257,7 +258,8 @@ class _Importer(FRONTEND.ONNXGraphImporter):
             values = flow(self.bb, inputs, self._parse_attr(node.attribute), build)
         else:
             schema = find_schema(node, self.opset)
-            if node.domain in STANDARD and node.op_type != "Constant":
+            is_onnx = node.domain in STANDARD and find_foreign(node) is None
+            if is_onnx and node.op_type != "Constant":
                 check_node(node, self.opset)
             if schema is not None:
                 check_positions(node, schema, [operands.get(name) for name in node.input])
@@ -356,11 +358,11 @@ class _Importer(FRONTEND.ONNXGraphImporter):
         self, op_name: str, inputs: list[relax.Expr], attrs: dict[str, Any], opset: int
     ) -> relax.Expr:
         try:
-            if self._node.domain in STANDARD:
+            foreign = find_foreign(self._node)
+            if foreign is None:
                 convert = OPERATORS.get(op_name)
                 inputs[:] = spread_operands(self.bb, op_name, inputs)
             else:
-                foreign = FOREIGN[self._node.domain][op_name]
                 convert, attrs = foreign.convert, foreign.select_attributes(attrs)
             converted = None if convert is None else convert(self.bb, inputs, attrs, opset)
             if converted is None:
