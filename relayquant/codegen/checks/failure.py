@@ -13,6 +13,7 @@ import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir import Call, GenericConst
 
+from relayquant.codegen.checks.shape_rules import describe_misfit
 from relayquant.codegen.rewrites.inner_sizes import describe_conflict
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite.expressions import list_bindings
@@ -37,6 +38,12 @@ def explain_failure(
         try:
             compile_alone(isolate_call(call))
         except Exception as alone:
+            if misfit := describe_misfit(call):
+                return ModelError(
+                    f"value {name!r}, operator {call.op.name}: its sizes do not fit, {misfit}. "
+                    "Give the model larger inputs, or pad them in it.",
+                    code="RQ206",
+                )
             dtypes = ", ".join(filter(None, map(tensor_dtype, call.args)))
             unsized = describe_size([*call.args, call])
             advice = (

@@ -12,10 +12,12 @@ from typing import Any
 import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir import Call
+from tvm.sym import Analyzer
 
 from relayquant.codegen.rewrites.inner_sizes import pair_inner_sizes
 from relayquant.errors import format_count
 from relayquant.ir.reference.relax.row import list_axes
+from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.rewrite.inline import list_dimensions
 from relayquant.ir.rewrite.moves import RESHAPES
 
@@ -99,6 +101,17 @@ def have_sizes(shapes: Shapes) -> Iterator[Any]:
     return (tirx.GE(size, tirx.const(0, "int64")) for size in shapes.result or ())
 
 
+def have_windows(shapes: Shapes) -> Iterator[Any]:
+    """A convolution or pool has a window along each spatial axis, as in the numpy reference."""
+    attrs = shapes.attrs
+    if shapes.result is None:
+        return
+    given = str(attrs.layout if hasattr(attrs, "layout") else attrs.data_layout)
+    letters = re.findall("[A-Za-z]", str(getattr(attrs, "out_layout", "")) or given)
+    for letter, size in zip(letters, shapes.result, strict=True):
+        yield tirx.GE(size, tirx.const(int(letter in "DHW"), "int64"))
+
+
 def stay_within(shapes: Shapes) -> Iterator[Any]:
     """A slice that goes forward and is not clipped begins and ends within its axes."""
     yield from have_sizes(shapes)
@@ -168,7 +181,7 @@ def match_channels(shapes: Shapes, *, is_transposed: bool) -> Iterator[Any]:
     if "".join(layouts).isupper():  # not packed
         groups = 1 if is_transposed else int(attrs.groups)
         yield tirx.EQ(data[layouts[0].index("C")], weight[layouts[1].index("I")] * groups)
-    yield from have_sizes(shapes)
+    yield from have_windows(shapes)
 
 
 def match_letters(shapes: Shapes) -> Iterator[Any]:
@@ -308,6 +321,17 @@ def read_shapes(call: Call) -> Shapes | None:
     return Shapes(call.attrs, call.args, [list_dimensions(ty) for ty in types], result)
 
 
+def describe_misfit(call: Call) -> str:
+    """Describe a call whose shapes never fit. "" if they fit or may fit."""
+    rule = RULES.get(call_name(call))
+    shapes = None if rule is None else read_shapes(call)
+    if rule is None or shapes is None:
+        return ""
+    analyzer = Analyzer()
+    is_wrong = any(analyzer.can_prove(tirx.Not(each)) for each in rule.list_conditions(shapes))
+    return rule.text(shapes) if is_wrong else ""
+
+
 CONVOLUTIONS = tuple(f"relax.nn.conv{rank}d" for rank in (1, 2, 3))
 #: Operators that TVM compiles also where it cannot tell whether their sizes fit.
 RULES = {
@@ -324,7 +348,7 @@ RULES = {
         ShapeRule(partial(match_channels, is_transposed=True), describe_product),
     ),
     **{
-        f"relax.nn.{kind}_pool{rank}d": ShapeRule(have_sizes, describe_change)
+        f"relax.nn.{kind}_pool{rank}d": ShapeRule(have_windows, describe_change)
         for kind in ("avg", "max")
         for rank in (1, 2, 3)
     },

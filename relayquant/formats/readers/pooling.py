@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -70,11 +71,26 @@ class Windows:
                 extent = self.extents[axis]
                 counts.append(count_windows(sizes[axis], extent, stride, 1, pads, self.ceil_mode))
         if min(counts) < 0:
-            raise Refusal(
-                f"its kernel_shape {list(self.kernel)} is wider than data of {list(sizes)} with "
-                f"pads {list(self.pads)}; supported: windows that fit"
-            )
+            raise self.refuse(sizes)
         return counts
+
+    def check(self, sizes: Sequence[int | str]) -> None:
+        """Check that a window fits along each axis of known size, as convolutions need.
+
+        Raises:
+            Refusal: a window is wider than the padded data.
+        """
+        known = [size if isinstance(size, int) else sys.maxsize for size in sizes]
+        if min(self.list_free(known)) < 0:
+            raise self.refuse(sizes)
+
+    def refuse(self, sizes: Sequence[int | str]) -> Refusal:
+        shown = ", ".join(map(str, sizes))
+        return Refusal(
+            f"its kernel_shape {list(self.kernel)} is wider than data of [{shown}] with pads "
+            f"{list(self.pads)}; supported: windows that fit",
+            "Give the model larger inputs, or more padding",
+        )
 
     def reach_ends(self, sizes: Sequence[int]) -> list[int]:
         """Return pads with the same windows without `ceil_mode`: the last window ends in the

@@ -9,8 +9,10 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
+from relayquant.base.runtime import Executor
 from relayquant.errors import ModelError
 from relayquant.formats.readers.onnx.inference import MAX_VALUE
 
@@ -181,3 +183,48 @@ def test_invalid__operands_and_attributes_beside_symbolic_sizes(op, names, attri
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     with pytest.raises(ModelError, match=rf"Node 'here'.*{says}.*RQ202"):
         rq.load(model)
+
+
+def make_window_model(op, sizes, kernel, stride=1, pad=0):
+    """A convolution or pool over (1, 2, *sizes); a name is a symbolic size."""
+    rank = len(sizes)
+    attrs = {
+        "kernel_shape": [kernel] * rank,
+        "strides": [stride] * rank,
+        "pads": [pad] * 2 * rank,
+    }
+    weights = [np.ones((3, 2, *[kernel] * rank), "float32")] if "Conv" in op else []
+    if op == "ConvTranspose":
+        weights = [np.ones((2, 3, *[kernel] * rank), "float32")]
+    return make_model(op, weights, opset=18, shape=(1, 2, *sizes), **attrs)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stride", "pad"),
+    [((2,), 1, 0), ((5, 2), 1, 0), ((2, 5), 2, 0), ((1, 5), 1, 0), ((1, 1), 1, 0)],
+)
+def test_invalid__a_kernel_wider_than_the_data(sizes, stride, pad):
+    model, data = make_window_model("Conv", sizes, 3, stride, pad), np.ones((1, 2, *sizes))
+    with pytest.raises(Exception, match="Invalid input shape"):
+        run_onnxruntime(model, {"x": data.astype("float32")})
+    with pytest.raises(ModelError, match=r"'here' .*kernel_shape \[3.* is wider than data of \["):
+        rq.load(model)
+
+
+@pytest.mark.parametrize("op", ["Conv", "MaxPool", "AveragePool"])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_invalid__a_window_wider_than_data_of_a_symbolic_size(op, stride):
+    """ONNX Runtime refuses the convolution. Of pools it makes a result without elements, or the
+    window that it has none of with stride 1.
+    """
+    mod, _ = rq.load(make_window_model(op, (5, "W"), 3, stride))
+    executor = Executor(rq.compile(mod))
+    for width in (0, 1, 2):
+        x = np.ones((1, 2, 5, width), "float32")
+        with pytest.raises(ValueError, match="their sizes do not fit 'y0', which"):
+            executor.run("main", [x])
+        with pytest.raises(ModelError, match=r"value 'y0'.* leaves nothing of"):
+            rq.reference.run(mod, {"x": x})
+    x = np.ones((1, 2, 5, 3), "float32")
+    (want,) = run_onnxruntime(make_window_model(op, (5, 3), 3, stride), {"x": x})
+    np.testing.assert_allclose(executor.run("main", [x])[0], want)

@@ -14,6 +14,7 @@ from tvm import relax
 from relayquant.formats.readers.onnx.activations import find_activation
 from relayquant.formats.readers.onnx.frontend import run_frontend, sum_in_float32
 from relayquant.formats.readers.onnx.sizes import known_shape
+from relayquant.formats.readers.pooling import Windows
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.rewrite.graph import constant_value
 
@@ -83,13 +84,21 @@ def read_kernel_shape(weight: relax.Expr) -> list[int]:
 def convert_conv(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Convert Conv: auto_pad becomes explicit padding, and a constant bias is reshaped at once."""
-    kernel = attrs.get("kernel_shape") or read_kernel_shape(inputs[1])
+    """Convert Conv: auto_pad becomes explicit padding, and a constant bias is reshaped at once.
+
+    Raises:
+        Refusal: the kernel is wider than the padded data.
+    """
+    kernel = list(attrs.get("kernel_shape") or read_kernel_shape(inputs[1]))
+    sizes = known_shape(inputs[0], "input")[2:]
     if "auto_pad" in attrs:
-        pads = resolve_auto_pad(attrs, known_shape(inputs[0], "input")[2:], kernel)
+        pads = resolve_auto_pad(attrs, sizes, kernel)
         attrs.pop("auto_pad")
         if pads is not None:
             attrs["pads"] = pads
+    ones, zeros = [1] * len(kernel), [0] * 2 * len(kernel)
+    strides, dilations = attrs.get("strides") or ones, attrs.get("dilations") or ones
+    Windows(kernel, strides, dilations, attrs.get("pads") or zeros, False).check(sizes)
     return add_bias(bb, sum_in_float32("Conv", bb, inputs[:2], attrs, opset), inputs[2])
 
 
