@@ -7,6 +7,7 @@ import inspect
 import os
 import signal
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
@@ -49,6 +50,9 @@ MANY, RARE = 6, 8
 #: Steps of this size spread evenly however often a parameter of a test repeats (the golden ratio).
 SPREAD = (5**0.5 - 1) / 2
 
+#: Reason of a test that did not run because of `--until`.
+NO_TIME = "no time left: the tests of this run end here"
+
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -69,9 +73,29 @@ def find_module(thing: Any, filename: str | None = None) -> ModuleType | None:
 inspect.getmodule = find_module
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--until",
+        type=float,
+        metavar="SECONDS",
+        help="skip tests that would begin later; seconds since 1970. What is left out is counted",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
+    until = item.config.getoption("until")
+    if until is not None and time.time() > until:
+        pytest.skip(NO_TIME)
     choose_level(item)
+
+
+def pytest_terminal_summary(terminalreporter):
+    late = [
+        each for each in terminalreporter.stats.get("skipped", []) if NO_TIME in each.longreprtext
+    ]
+    if late:
+        terminalreporter.write_line(f"{len(late)} tests did not run: {NO_TIME}")
 
 
 @pytest.hookimpl(wrapper=True)
