@@ -20,7 +20,10 @@ from relayquant.ir.rewrite.expressions import list_bindings
 from relayquant.ir.rewrite.function import make_main
 from relayquant.ir.rewrite.graph import tensor_dtype
 
-FIX_SIZE = "Fix the symbolic dimension that it depends on: pass shapes= to load."
+FIX_SIZE = (
+    "Fix the symbolic dimension that it depends on: pass shapes= to load, or export a PyTorch "
+    "program without it in dynamic_shapes."
+)
 
 
 def explain_failure(
@@ -40,8 +43,8 @@ def explain_failure(
         except Exception as alone:
             if misfit := describe_misfit(call):
                 return ModelError(
-                    f"value {name!r}, operator {call.op.name}: its sizes do not fit, {misfit}. "
-                    "Give the model larger inputs, or pad them in it.",
+                    f"value {name!r}, operator {call.op.name}: its sizes do not fit, {misfit}: "
+                    f"{last_line(alone)}. Give the model larger inputs, or pad them in it.",
                     code="RQ206",
                 )
             dtypes = ", ".join(filter(None, map(tensor_dtype, call.args)))
