@@ -360,3 +360,22 @@ def test_buffers__two_copies_of_one_value(is_clone):
         return
     with pytest.raises(ModelError, match=r"'first' and 'second' are written.*value\.clone\(\)"):
         rq.load(program)
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"),
+    [
+        (torch.linalg.inv, r"aten\.linalg_inv_ex\.default \(nodes 'linalg_inv_ex'\)"),
+        (torch.linalg.cholesky, r"aten\.linalg_cholesky_ex\.default \(nodes "),
+        (lambda x: torch.linalg.solve(x, x), r"aten\._linalg_solve_ex\.default \(nodes "),
+        (torch.linalg.qr, r"aten\.linalg_qr\.default \(nodes "),
+    ],
+)
+def test_program__an_operator_whose_success_is_checked_is_named(function, operator):
+    class Module(nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    program = torch.export.export(Module(), (torch.eye(3),))
+    with pytest.raises(ModelError, match=rf"1 operator of the model: {operator}"):
+        rq.load(program)

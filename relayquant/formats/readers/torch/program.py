@@ -19,7 +19,7 @@ from tvm.ir import Call
 from relayquant.base import _tvm
 from relayquant.base.arguments import check_arguments
 from relayquant.base.storage.files import DEFAULT_MAX_BYTES, check_file, reading
-from relayquant.errors import MissingDependencyError, ModelError, format_count
+from relayquant.errors import MissingDependencyError, ModelError
 from relayquant.formats.readers.names import MARK, SourceNode, name_values
 from relayquant.formats.readers.refusal import describe_failure
 from relayquant.formats.readers.state import hold_state
@@ -35,6 +35,7 @@ from relayquant.formats.readers.torch.signature import (
     drop_constant_inputs,
     find_path,
     refuse_complex,
+    refuse_operators,
     refuse_state,
     take_state,
 )
@@ -204,12 +205,7 @@ def make_importer() -> Any:
                     name = str(node.target) if is_operator else node.target.__name__
                     missing.setdefault(name, []).append(node.name)
             if missing:
-                lines = [f"{op} (nodes {', '.join(map(repr, at))})" for op, at in missing.items()]
-                raise ModelError(
-                    f"Not supported, {format_count(len(missing), 'operator')} of the model: "
-                    f"{'; '.join(lines)}. Write them with other operators before the export.",
-                    code="RQ202",
-                )
+                raise refuse_operators(missing)
             for name, convert in self.convert_map.items():
                 self.convert_map[name] = functools.partial(convert_node, self, convert)
 

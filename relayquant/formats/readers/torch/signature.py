@@ -8,6 +8,7 @@ change tensors in place.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ def check_effects(program: Any) -> None:
         ModelError: the program changes running statistics, reads objects that are not tensors,
             computes gradients, or draws random numbers. Names them.
     """
+    refuse_checks(program)
     check_signature(program.graph_signature)
     for part in program.graph_module.modules():
         for node in part.graph.nodes if hasattr(part, "graph") else ():
@@ -47,6 +49,37 @@ def check_effects(program: Any) -> None:
                     "module in eval mode (model.eval()).",
                     code="RQ202",
                 )
+
+
+def refuse_checks(program: Any) -> None:
+    """Check that no operator of a decomposed program fails for some values of its data, or has
+    another effect that PyTorch orders by a token.
+
+    Raises:
+        ModelError: there is one. Names it, or the operator whose success it checks.
+    """
+    found: dict[str, list[str]] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function" or node.target.__name__ != "with_effects":
+            continue
+        effect, checked = node.args[1], [each for each in node.args[2:] if hasattr(each, "args")]
+        if "check_errors" in str(effect) and checked:
+            source = checked[0].args[0]  # the operator has several results
+            found.setdefault(str(source.target), []).append(source.name)
+        else:
+            found.setdefault(str(effect), []).append(node.name)
+    if found:
+        raise refuse_operators(found)
+
+
+def refuse_operators(nodes: Mapping[str, list[str]]) -> ModelError:
+    """Make the error for operators that are not supported: name -> names of nodes."""
+    lines = [f"{op} (nodes {', '.join(map(repr, at))})" for op, at in nodes.items()]
+    return ModelError(
+        f"Not supported, {format_count(len(nodes), 'operator')} of the model: {'; '.join(lines)}. "
+        "Write them with other operators before the export.",
+        code="RQ202",
+    )
 
 
 def is_random(node: Any) -> bool:
