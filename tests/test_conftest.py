@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "outcome"), [(-1, "1 skipped"), (600, "1 passed")])
 def test_until__tests_that_would_begin_later_are_skipped_and_counted(seconds, outcome):
     test = f"{Path(__file__).with_name('test_error_codes.py')}::test_pages__one_for_each_code"

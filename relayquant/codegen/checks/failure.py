@@ -43,7 +43,7 @@ def explain_failure(
         except Exception as alone:
             if misfit := describe_misfit(call):
                 return ModelError(
-                    f"value {name!r}, operator {call.op.name}: its sizes do not fit, {misfit}: "
+                    f"value {name!r}, operator {call.op.name}, {misfit}: its sizes do not fit: "
                     f"{last_line(alone)}. Give the model larger inputs, or pad them in it.",
                     code="RQ206",
                 )
