@@ -17,6 +17,10 @@ from relayquant.base.qtypes import Arithmetic, Rounding
 from relayquant.ir.dialect.operands import operator_name
 from relayquant.ir.dialect.parameters import PrimExpr, Reader, compute_tensor
 
+#: relax::OpPatternKind: how FuseOps treats a loop nest that says it itself. It leaves opaque ones,
+#: such as those that read packed bytes, alone.
+BROADCAST, OPAQUE = 1, 8
+
 
 def has_known_shape(call: Call) -> bool:
     """Whether all tensor operands have a shape, which may be symbolic. A loop nest needs it."""
@@ -41,23 +45,51 @@ def channel_of(index: Sequence[PrimExpr], axis: int) -> PrimExpr:
     return index[axis % len(index)] if index else 0
 
 
+def make_loops(
+    builder: BlockBuilder,
+    call: Call,
+    compute: Callable[..., Any],
+    operands: Sequence[relax.Expr],
+    reader: Reader | None = None,
+    pattern: int | None = None,
+) -> Any:
+    """Make the loop nest compute(*tensors of the operands), with the name of the operator.
+
+    Args:
+        builder, call: As of every legalization.
+        compute: Returns the resulting tensor or tensors.
+        operands: The tensors that `compute` takes.
+        reader: Gives all other operands to `compute`.
+        pattern: How FuseOps treats the loop nest. None: as TVM finds out.
+    """
+    reader, count = reader or Reader(), len(operands)
+
+    def te_compute(*tensors: te.Tensor) -> Any:
+        reader.tensors = tensors[count:]
+        return compute(*tensors[:count])
+
+    return builder.call_te(
+        te_compute,
+        *operands,
+        *reader.operands,
+        primfunc_name_hint=name_hint(call),
+        primfunc_attrs=None if pattern is None else {"op_pattern": pattern},
+    )
+
+
 def compute_elementwise(
     builder: BlockBuilder,
     call: Call,
     data: relax.Expr,
     reader: Reader,
-    element: Callable[[PrimExpr, Sequence[te.Tensor], Sequence[PrimExpr]], PrimExpr],
+    element: Callable[[PrimExpr, Sequence[PrimExpr]], PrimExpr],
 ) -> Any:
-    """Make one loop nest over `data` that computes element(value, parameter tensors, index)."""
+    """Make one loop nest over `data` that computes element(value, index)."""
 
-    def te_elementwise(source: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
-        return compute_tensor(
-            source.shape, lambda *i: element(source(*i), tensors, i), name=name_hint(call)
-        )
+    def compute(source: te.Tensor) -> te.Tensor:
+        return compute_tensor(source.shape, lambda *i: element(source(*i), i), name=name_hint(call))
 
-    return builder.call_te(
-        te_elementwise, data, *reader.operands, primfunc_name_hint=name_hint(call)
-    )
+    return make_loops(builder, call, compute, [data], reader)
 
 
 def divide(numerator: Any, denominator: Any) -> Any:

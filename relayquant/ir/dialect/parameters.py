@@ -20,8 +20,8 @@ from relayquant.ir.dialect.operands import get_constant, is_single
 
 PrimExpr = Any
 
-#: Reads one value inside a loop nest: (tensors of the loop nest, channel index) -> value.
-ReadFunc = Callable[[Sequence[te.Tensor], PrimExpr], PrimExpr]
+#: Reads one value inside a loop nest: channel index -> value.
+ReadFunc = Callable[[PrimExpr], PrimExpr]
 
 
 def compute_tensor(shape: Sequence[Any], element: Callable[..., PrimExpr], name: str) -> te.Tensor:
@@ -31,9 +31,13 @@ def compute_tensor(shape: Sequence[Any], element: Callable[..., PrimExpr], name:
 
 @dataclass
 class Reader:
-    """Collector of the operands of one loop nest. `operands` follow the data operands in order."""
+    """Collector of the operands of one loop nest. `operands` follow the data operands in order.
+
+    Inside the loop nest, `tensors` are these operands; see `loops.make_loops`.
+    """
 
     operands: list[relax.Expr] = field(default_factory=list)
+    tensors: Sequence[te.Tensor] = ()
 
     def add_tensor(self, expr: relax.Expr) -> ReadFunc:
         """Read `expr`, shape () or (C,), from memory, even if it is constant."""
@@ -41,10 +45,10 @@ class Reader:
         self.operands.append(expr)
         rank, is_scalar = int(expr.ty.ndim), is_single(expr.ty)
 
-        def read(tensors: Sequence[te.Tensor], channel: PrimExpr) -> PrimExpr:
+        def read(channel: PrimExpr) -> PrimExpr:
             if rank == 0:
-                return tensors[slot]()
-            return tensors[slot](0 if is_scalar else channel)
+                return self.tensors[slot]()
+            return self.tensors[slot](0 if is_scalar else channel)
 
         return read
 
@@ -52,7 +56,7 @@ class Reader:
         """Read a constant, shape () or (C,). A scalar becomes an immediate."""
         if array.size == 1:
             immediate = tirx.const(array.item(), array.dtype.name)
-            return lambda _tensors, _channel: immediate
+            return lambda _channel: immediate
         return self.add_tensor(relax.const(array, array.dtype.name))
 
     def add(self, expr: relax.Expr) -> ReadFunc:
@@ -66,7 +70,7 @@ class Reader:
         real: Callable[..., Any],
         arithmetic: Arithmetic,
         divisor: int | None = None,
-    ) -> Callable[[Sequence[te.Tensor], Sequence[PrimExpr]], tuple[PrimExpr, ...]]:
+    ) -> Callable[[Sequence[PrimExpr]], tuple[PrimExpr, ...]]:
         """Read the multiplier real(*scales) of float64 values.
 
         `real` works on numpy arrays and on TIR expressions. The returned reader takes the channel
@@ -86,25 +90,19 @@ class Reader:
             arrays = divide_multiplier(ratio, arithmetic, divisor)
             reads = [self.add_array(array) for array in arrays]
             position = next((i for i, value in enumerate(known) if value.ndim), 0)
-            return lambda tensors, channels: tuple(
-                read(tensors, channels[position]) for read in reads
-            )
+            return lambda channels: tuple(read(channels[position]) for read in reads)
         reads = [self.add(scale) for scale in scales]
 
-        def read_multiplier(
-            tensors: Sequence[te.Tensor], channels: Sequence[PrimExpr]
-        ) -> tuple[PrimExpr, ...]:
-            doubles = [
-                read(tensors, channel).astype("float64")
-                for read, channel in zip(reads, channels, strict=True)
-            ]
+        def read_multiplier(channels: Sequence[PrimExpr]) -> tuple[PrimExpr, ...]:
+            pairs = zip(reads, channels, strict=True)
+            doubles = [read(channel).astype("float64") for read, channel in pairs]
             return divide_multiplier_tir(real(*doubles), arithmetic, divisor)
 
         return read_multiplier
 
     def add_divided_multiplier(
         self, scales: Sequence[relax.Expr], real: Callable[..., Any], arithmetic: Arithmetic
-    ) -> Callable[[Sequence[te.Tensor], PrimExpr], tuple[PrimExpr, ...]]:
+    ) -> Callable[[PrimExpr], tuple[PrimExpr, ...]]:
         """Read a multiplier of scalar scales, divided by an expression (int32 or int64).
 
         The returned reader takes the divisor.
@@ -113,15 +111,15 @@ class Reader:
             read = self.add_multiplier(scales, real, arithmetic)
             no_channel = (0,) * len(scales)
 
-            def read_float(tensors: Sequence[te.Tensor], divisor: PrimExpr) -> tuple[PrimExpr, ...]:
-                (multiplier,) = read(tensors, no_channel)
+            def read_float(divisor: PrimExpr) -> tuple[PrimExpr, ...]:
+                (multiplier,) = read(no_channel)
                 return (multiplier / divisor.astype(arithmetic.value),)
 
             return read_float
         reads = [self.add(scale) for scale in scales]
 
-        def read_integer(tensors: Sequence[te.Tensor], divisor: PrimExpr) -> tuple[PrimExpr, ...]:
-            doubles = [read(tensors, 0).astype("float64") for read in reads]
+        def read_integer(divisor: PrimExpr) -> tuple[PrimExpr, ...]:
+            doubles = [read(0).astype("float64") for read in reads]
             divided = real(*doubles) / divisor.astype("float64")
             return fixed_point.encode_multiplier_tir(divided, arithmetic)
 

@@ -30,7 +30,7 @@ from relayquant.ir.dialect.layout import (
     make_output,
     move_axis,
 )
-from relayquant.ir.dialect.loops import channel_of, divide, name_hint, read_modes
+from relayquant.ir.dialect.loops import channel_of, divide, make_loops, name_hint, read_modes
 from relayquant.ir.dialect.operands import (
     QUANTIZED,
     SUMS,
@@ -174,29 +174,26 @@ def _legalize_binary(
     builder: BlockBuilder,
     call: Call,
     reader: Reader,
-    element: Callable[[PrimExpr, PrimExpr, Sequence[te.Tensor], PrimExpr, PrimExpr], PrimExpr],
+    element: Callable[[PrimExpr, PrimExpr, PrimExpr, PrimExpr], PrimExpr],
 ) -> Any:
-    """Make a loop over the broadcast shape: element(l, r, tensors, channel of l, channel of r)."""
+    """Make a loop over the broadcast shape: element(l, r, channel of l, channel of r)."""
     lhs, rhs = call.args[:2]
     attrs, shape = call.attrs, call.ty.shape
 
-    def te_binary(left: te.Tensor, right: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
+    def te_binary(left: te.Tensor, right: te.Tensor) -> te.Tensor:
         def compute(*index: PrimExpr) -> PrimExpr:
             left_index = _broadcast_index(index, left.shape, shape)
             right_index = _broadcast_index(index, right.shape, shape)
             return element(
                 left(*left_index),
                 right(*right_index),
-                tensors,
                 channel_of(left_index, attrs.lhs_axis),
                 channel_of(right_index, attrs.rhs_axis),
             )
 
         return compute_tensor(list(shape), compute, name=name_hint(call))
 
-    return builder.call_te(
-        te_binary, lhs, rhs, *reader.operands, primfunc_name_hint=name_hint(call)
-    )
+    return make_loops(builder, call, te_binary, [lhs, rhs], reader)
 
 
 def _broadcast_index(
@@ -225,7 +222,7 @@ def _make_legalize_sum(sign: int) -> LegalizeFunc:
         """
         l_scale, l_zero, r_scale, r_zero, out_scale, out_zero = call.args[2:]
         reader = Reader()
-        rounding, arithmetic = read_modes(call)
+        rounding, arithmetic = modes = read_modes(call)
         dtype = str(call.ty.dtype)
         fused = rounding is Rounding.TONEAREST_EVEN and arithmetic is Arithmetic.FLOAT32
         flip = sign if fused else 1
@@ -237,17 +234,13 @@ def _make_legalize_sum(sign: int) -> LegalizeFunc:
         read_out_zero = reader.add(out_zero)
 
         def element(
-            left: PrimExpr,
-            right: PrimExpr,
-            tensors: Sequence[te.Tensor],
-            left_channel: PrimExpr,
-            right_channel: PrimExpr,
+            left: PrimExpr, right: PrimExpr, left_channel: PrimExpr, right_channel: PrimExpr
         ) -> PrimExpr:
-            left_multiplier = read_left(tensors, (left_channel, 0))
-            right_multiplier = read_right(tensors, (right_channel, 0))
-            left_zero = read_l_zero(tensors, left_channel)
-            right_zero = read_r_zero(tensors, right_channel)
-            out = read_out_zero(tensors, 0)
+            left_multiplier = read_left((left_channel, 0))
+            right_multiplier = read_right((right_channel, 0))
+            left_zero = read_l_zero(left_channel)
+            right_zero = read_r_zero(right_channel)
+            out = read_out_zero(0)
             if fused:
                 centred = fixed_point.subtract_zero_point_tir(left, left_zero).astype("float32")
                 other = fixed_point.subtract_zero_point_tir(right, right_zero).astype("float32")
@@ -256,10 +249,10 @@ def _make_legalize_sum(sign: int) -> LegalizeFunc:
                 )
                 return fixed_point.saturate_tir(tirx.nearbyint(total), out, dtype)
             left = fixed_point.requantize_tir(
-                left, left_zero, left_multiplier, out, "int32", rounding, arithmetic
+                left, left_zero, left_multiplier, out, "int32", *modes
             )
             right = fixed_point.requantize_tir(
-                right, right_zero, right_multiplier, out, "int32", rounding, arithmetic
+                right, right_zero, right_multiplier, out, "int32", *modes
             )
             total = left + right - out if sign > 0 else left - right + out
             return fixed_point.clip_integer_tir(total, dtype)
@@ -294,7 +287,7 @@ def legalize_mul(builder: BlockBuilder, call: Call) -> Any:
     """
     l_scale, l_zero, r_scale, r_zero, out_scale, out_zero = call.args[2:]
     reader = Reader()
-    rounding, arithmetic = read_modes(call)
+    rounding, arithmetic = modes = read_modes(call)
     dtype = str(call.ty.dtype)
     is_default = rounding is Rounding.TONEAREST_EVEN
     read_multiplier = reader.add_multiplier(
@@ -307,23 +300,18 @@ def legalize_mul(builder: BlockBuilder, call: Call) -> Any:
     kind = choose_product_dtype(call) if has_exact_sums(rounding, arithmetic) else "int32"
 
     def element(
-        left: PrimExpr,
-        right: PrimExpr,
-        tensors: Sequence[te.Tensor],
-        left_channel: PrimExpr,
-        right_channel: PrimExpr,
+        left: PrimExpr, right: PrimExpr, left_channel: PrimExpr, right_channel: PrimExpr
     ) -> PrimExpr:
-        centred = fixed_point.subtract_zero_point_tir(left, read_l_zero(tensors, left_channel))
-        other = fixed_point.subtract_zero_point_tir(right, read_r_zero(tensors, right_channel))
+        centred = fixed_point.subtract_zero_point_tir(left, read_l_zero(left_channel))
+        other = fixed_point.subtract_zero_point_tir(right, read_r_zero(right_channel))
         product = centred.astype(kind) * other.astype(kind)
         return fixed_point.requantize_tir(
             product,
             tirx.const(0, "int32"),
-            read_multiplier(tensors, (left_channel, right_channel, 0)),
-            read_out_zero(tensors, 0),
+            read_multiplier((left_channel, right_channel, 0)),
+            read_out_zero(0),
             dtype,
-            rounding,
-            arithmetic,
+            *modes,
         )
 
     return _legalize_binary(builder, call, reader, element)

@@ -17,7 +17,7 @@ from tvm.relax import BlockBuilder
 
 from relayquant.errors import QnnError, format_count
 from relayquant.ir.dialect.construct import Operand, Parameter, make_call
-from relayquant.ir.dialect.loops import name_hint
+from relayquant.ir.dialect.loops import OPAQUE, make_loops, name_hint
 from relayquant.ir.dialect.operands import (
     Argument,
     CheckedOperand,
@@ -36,8 +36,6 @@ __all__ = ["cached_attention", "rotate", "update_cache"]
 
 #: dtypes of a cache
 CACHES = ("float16", "float32", "int8")
-#: relax::OpPatternKind::kOpaque
-_OPAQUE = 8
 
 POSITIONS = Argument("positions", "int32")
 ROTATE_OPERANDS = (Argument("x"), Argument("cos"), Argument("sin"), POSITIONS)
@@ -252,16 +250,6 @@ def read_position(positions: te.Tensor, sequence: PrimExpr, row: PrimExpr) -> Pr
     return positions(sequence).astype("int64") + row
 
 
-def call_opaque(builder: BlockBuilder, call: Call, compute: Any) -> Any:
-    """Make the loop nest of `compute`, which FuseOps leaves alone."""
-    return builder.call_te(
-        compute,
-        *call.args,
-        primfunc_name_hint=name_hint(call),
-        primfunc_attrs={"op_pattern": _OPAQUE},
-    )
-
-
 def legalize_rotate(builder: BlockBuilder, call: Call) -> Any:
     """Compute each element from itself and its partner."""
 
@@ -280,7 +268,7 @@ def legalize_rotate(builder: BlockBuilder, call: Call) -> Any:
 
         return compute_tensor(x.shape, element, name=name_hint(call))
 
-    return call_opaque(builder, call, te_rotate)
+    return make_loops(builder, call, te_rotate, call.args, pattern=OPAQUE)
 
 
 def legalize_update_cache(builder: BlockBuilder, call: Call) -> Any:
@@ -297,7 +285,7 @@ def legalize_update_cache(builder: BlockBuilder, call: Call) -> Any:
 
         return compute_tensor(cache.shape, element, name=name_hint(call))
 
-    return call_opaque(builder, call, te_update)
+    return make_loops(builder, call, te_update, call.args, pattern=OPAQUE)
 
 
 def legalize_cached_attention(builder: BlockBuilder, call: Call) -> Any:
@@ -364,7 +352,7 @@ def legalize_cached_attention(builder: BlockBuilder, call: Call) -> Any:
         sums = compute_tensor(query.shape, weigh, name="sums")
         return compute_tensor(query.shape, divide, name=name_hint(call))
 
-    return call_opaque(builder, call, te_attention)
+    return make_loops(builder, call, te_attention, call.args, pattern=OPAQUE)
 
 
 OPERATORS: tuple[Operator, ...] = (

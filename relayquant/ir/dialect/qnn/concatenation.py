@@ -32,7 +32,7 @@ from relayquant.ir.dialect.layout import (
     make_output,
     move_axis,
 )
-from relayquant.ir.dialect.loops import divide, name_hint, read_modes
+from relayquant.ir.dialect.loops import divide, make_loops, read_modes
 from relayquant.ir.dialect.operands import (
     QUANTIZED,
     Argument,
@@ -187,22 +187,18 @@ def legalize_concatenate(builder: BlockBuilder, call: Call) -> Any:
     """Requantize each tensor with other parameters than the output, then join."""
     tensors, scales, zero_points = (_get_fields(builder, argument) for argument in call.args[:3])
     out_scale, out_zero = call.args[3:]
-    rounding, arithmetic = read_modes(call)
+    modes = read_modes(call)
     axis = int(call.attrs.axis) % call.ty.ndim
-    dtype = str(call.ty.dtype)
-    reader = Reader()
+    dtype, reader = str(call.ty.dtype), Reader()
     plans = []
     for scale, zero_point in zip(scales, zero_points, strict=True):
         if _is_same_constant(scale, out_scale) and _is_same_constant(zero_point, out_zero):
             plans.append(None)
             continue
-        multiplier = reader.add_multiplier((scale, out_scale), divide, arithmetic)
+        multiplier = reader.add_multiplier((scale, out_scale), divide, modes[1])
         plans.append((multiplier, reader.add(zero_point), reader.add(out_zero)))
-    count = len(tensors)
 
-    def te_concatenate(*operands: te.Tensor) -> te.Tensor:
-        sources, extra = operands[:count], operands[count:]
-
+    def te_concatenate(*sources: te.Tensor) -> te.Tensor:
         def convert(source: te.Tensor, plan: Any) -> te.Tensor:
             if plan is None:
                 return source
@@ -210,13 +206,7 @@ def legalize_concatenate(builder: BlockBuilder, call: Call) -> Any:
             return compute_tensor(
                 source.shape,
                 lambda *i: fixed_point.requantize_tir(
-                    source(*i),
-                    read_zero(extra, 0),
-                    read_multiplier(extra, (0, 0)),
-                    read_out(extra, 0),
-                    dtype,
-                    rounding,
-                    arithmetic,
+                    source(*i), read_zero(0), read_multiplier((0, 0)), read_out(0), dtype, *modes
                 ),
                 name="requantize",
             )
@@ -224,9 +214,7 @@ def legalize_concatenate(builder: BlockBuilder, call: Call) -> Any:
         converted = [convert(s, plan) for s, plan in zip(sources, plans, strict=True)]
         return topi.concatenate(converted, axis)
 
-    return builder.call_te(
-        te_concatenate, *tensors, *reader.operands, primfunc_name_hint=name_hint(call)
-    )
+    return make_loops(builder, call, te_concatenate, tensors, reader)
 
 
 def _get_fields(builder: BlockBuilder, argument: Any) -> list[Any]:

@@ -38,7 +38,7 @@ from relayquant.ir.dialect.linear import (
     make_multiply,
     subtract_zero_point,
 )
-from relayquant.ir.dialect.loops import name_hint, pad_zeros, to_integers
+from relayquant.ir.dialect.loops import make_loops, name_hint, pad_zeros, to_integers
 from relayquant.ir.dialect.operands import (
     check_integers,
     check_layout,
@@ -335,12 +335,12 @@ def legalize_conv(builder: BlockBuilder, call: Call) -> Any:
     position = {letter: data_layout.index(letter) for letter in data_layout}
     axes = [position[letter] for letter in names]
 
-    def te_conv(source: te.Tensor, kernel: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
+    def te_conv(source: te.Tensor, kernel: te.Tensor) -> te.Tensor:
         out_axis = kernel_layout.index("O")
-        centred = subtract_zero_point(source, lambda *i: read_input_zero(tensors, 0), "centred")
+        centred = subtract_zero_point(source, lambda *i: read_input_zero(0), "centred")
         padded = pad_zeros(centred, axes, padding)
         weights = subtract_zero_point(
-            kernel, lambda *i: read_kernel_zero(tensors, i[out_axis]), "centred_weight"
+            kernel, lambda *i: read_kernel_zero(i[out_axis]), "centred_weight"
         )
         size = dict(zip(kernel_layout, kernel.shape, strict=True))
         channel = te.reduce_axis((0, size["I"]), name="channel")
@@ -370,9 +370,7 @@ def legalize_conv(builder: BlockBuilder, call: Call) -> Any:
 
         return compute_tensor(shape, element, name=name_hint(call))
 
-    return builder.call_te(
-        te_conv, data, weight, *reader.operands, primfunc_name_hint=name_hint(call)
-    )
+    return make_loops(builder, call, te_conv, [data, weight], reader)
 
 
 def legalize_conv2d_transpose(builder: BlockBuilder, call: Call) -> Any:
@@ -387,11 +385,11 @@ def legalize_conv2d_transpose(builder: BlockBuilder, call: Call) -> Any:
     groups = int(attrs.groups)
     shape, multiply = list(call.ty.shape), make_multiply(call)
 
-    def te_conv_transpose(source: te.Tensor, kernel: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
+    def te_conv_transpose(source: te.Tensor, kernel: te.Tensor) -> te.Tensor:
         size = dict(zip(kernel_layout, kernel.shape, strict=True))
         extent = dict(zip(data_layout, source.shape, strict=True))
         per_group = tirx.floordiv(size["I"], groups)
-        centred = subtract_zero_point(source, lambda *i: read_input_zero(tensors, 0), "centred")
+        centred = subtract_zero_point(source, lambda *i: read_input_zero(0), "centred")
         channel = te.reduce_axis((0, per_group), name="channel")
         taps: dict[str, Any] = {
             letter: te.reduce_axis((0, size[letter]), name=f"k{letter}") for letter in "HW"
@@ -411,7 +409,7 @@ def legalize_conv2d_transpose(builder: BlockBuilder, call: Call) -> Any:
                 hits.append(at[letter] < extent[letter])
             weight_at = {"O": tirx.floormod(out, size["O"]), "I": at["C"], **taps}
             value = kernel(*(weight_at[letter] for letter in kernel_layout)).astype("int32")
-            value = value - read_kernel_zero(tensors, out)
+            value = value - read_kernel_zero(out)
             product = multiply(centred(*(at[letter] for letter in data_layout)), value)
             return te.sum(
                 tirx.if_then_else(tirx.all(*hits), product, tirx.const(0, attrs.out_dtype)),
@@ -420,9 +418,7 @@ def legalize_conv2d_transpose(builder: BlockBuilder, call: Call) -> Any:
 
         return compute_tensor(shape, element, name=name_hint(call))
 
-    return builder.call_te(
-        te_conv_transpose, data, weight, *reader.operands, primfunc_name_hint=name_hint(call)
-    )
+    return make_loops(builder, call, te_conv_transpose, [data, weight], reader)
 
 
 # ---------------------------------------------------------------- layout

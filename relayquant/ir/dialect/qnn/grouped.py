@@ -21,7 +21,7 @@ from tvm.relax import BlockBuilder
 from relayquant.base.packing import CODE_BITS, count_bytes, count_groups
 from relayquant.errors import QnnError, format_count
 from relayquant.ir.dialect.construct import Operand, Parameter, make_call
-from relayquant.ir.dialect.loops import name_hint
+from relayquant.ir.dialect.loops import OPAQUE, make_loops, name_hint
 from relayquant.ir.dialect.operands import (
     Argument,
     CheckedOperand,
@@ -39,8 +39,6 @@ __all__ = ["grouped_dense", "grouped_take", "quantize_rows"]
 
 #: Largest magnitude in the result of `quantize_rows`.
 ROW_LIMIT = 127
-#: relax::OpPatternKind::kOpaque: a function that reads packed bytes is not elementwise.
-_OPAQUE = 8
 
 GROUPED_WEIGHT = (Argument("weight"), Argument("weight_scale"), Argument("weight_zero_point"))
 ROWS_OPERANDS = (Argument("data"),)
@@ -258,7 +256,7 @@ def legalize_quantize_rows(builder: BlockBuilder, call: Call) -> Any:
 
         return [compute_tensor(data.shape, element, name="rows"), scale]
 
-    return builder.call_te(te_rows, call.args[0], primfunc_name_hint=name_hint(call))
+    return make_loops(builder, call, te_rows, call.args)
 
 
 def read_code(weight: te.Tensor, bits: int) -> Callable[[PrimExpr, PrimExpr], PrimExpr]:
@@ -360,12 +358,7 @@ def legalize_grouped_dense(builder: BlockBuilder, call: Call) -> Any:
 
         return compute_tensor(shape, scaled, name=name_hint(call))
 
-    return builder.call_te(
-        te_dense,
-        *call.args,
-        primfunc_name_hint=name_hint(call),
-        primfunc_attrs={"op_pattern": _OPAQUE},
-    )
+    return make_loops(builder, call, te_dense, call.args, pattern=OPAQUE)
 
 
 def legalize_grouped_take(builder: BlockBuilder, call: Call) -> Any:
@@ -387,12 +380,7 @@ def legalize_grouped_take(builder: BlockBuilder, call: Call) -> Any:
 
         return compute_tensor(list(call.ty.shape), element, name=name_hint(call))
 
-    return builder.call_te(
-        te_take,
-        *call.args,
-        primfunc_name_hint=name_hint(call),
-        primfunc_attrs={"op_pattern": _OPAQUE},
-    )
+    return make_loops(builder, call, te_take, call.args, pattern=OPAQUE)
 
 
 OPERATORS: tuple[Operator, ...] = (

@@ -17,7 +17,7 @@ from relayquant.ir.dialect.linear import (
     make_multiply,
     subtract_zero_point,
 )
-from relayquant.ir.dialect.loops import name_hint
+from relayquant.ir.dialect.loops import make_loops, name_hint
 from relayquant.ir.dialect.operands import (
     Argument,
     broadcast_dims,
@@ -142,11 +142,9 @@ def legalize_dense(builder: BlockBuilder, call: Call) -> Any:
     read_input_zero, read_kernel_zero = reader.add(input_zero), reader.add(kernel_zero)
     shape, multiply = list(call.ty.shape), make_multiply(call)
 
-    def te_dense(source: te.Tensor, kernel: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
-        centred = subtract_zero_point(source, lambda *i: read_input_zero(tensors, 0), "centred")
-        weights = subtract_zero_point(
-            kernel, lambda *i: read_kernel_zero(tensors, i[0]), "centred_weight"
-        )
+    def te_dense(source: te.Tensor, kernel: te.Tensor) -> te.Tensor:
+        centred = subtract_zero_point(source, lambda *i: read_input_zero(0), "centred")
+        weights = subtract_zero_point(kernel, lambda *i: read_kernel_zero(i[0]), "centred_weight")
         k = te.reduce_axis((0, kernel.shape[1]), name="k")
         return compute_tensor(
             shape,
@@ -154,9 +152,7 @@ def legalize_dense(builder: BlockBuilder, call: Call) -> Any:
             name=name_hint(call),
         )
 
-    return builder.call_te(
-        te_dense, data, weight, *reader.operands, primfunc_name_hint=name_hint(call)
-    )
+    return make_loops(builder, call, te_dense, [data, weight], reader)
 
 
 def legalize_batch_matmul(builder: BlockBuilder, call: Call) -> Any:
@@ -166,9 +162,9 @@ def legalize_batch_matmul(builder: BlockBuilder, call: Call) -> Any:
     read_x_zero, read_y_zero = reader.add(x_zero), reader.add(y_zero)
     shape, multiply = list(call.ty.shape), make_multiply(call)
 
-    def te_batch_matmul(left: te.Tensor, right: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
-        left_centred = subtract_zero_point(left, lambda *i: read_x_zero(tensors, 0), "centred_x")
-        right_centred = subtract_zero_point(right, lambda *i: read_y_zero(tensors, 0), "centred_y")
+    def te_batch_matmul(left: te.Tensor, right: te.Tensor) -> te.Tensor:
+        left_centred = subtract_zero_point(left, lambda *i: read_x_zero(0), "centred_x")
+        right_centred = subtract_zero_point(right, lambda *i: read_y_zero(0), "centred_y")
         k = te.reduce_axis((0, left.shape[-1]), name="k")
 
         def batch_of(tensor: te.Tensor, batch: Sequence[PrimExpr]) -> list[PrimExpr]:
@@ -189,9 +185,7 @@ def legalize_batch_matmul(builder: BlockBuilder, call: Call) -> Any:
 
         return compute_tensor(shape, element, name=name_hint(call))
 
-    return builder.call_te(
-        te_batch_matmul, x, y, *reader.operands, primfunc_name_hint=name_hint(call)
-    )
+    return make_loops(builder, call, te_batch_matmul, [x, y], reader)
 
 
 OPERATORS: tuple[Operator, ...] = (

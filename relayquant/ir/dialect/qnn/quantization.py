@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tvm import te, tirx
+from tvm import tirx
 from tvm.ir import Attrs, Call
 from tvm.relax import BlockBuilder
 
@@ -199,12 +199,10 @@ def legalize_quantize(builder: BlockBuilder, call: Call) -> Any:
     read_scale, read_zero = reader.add_tensor(scale), reader.add(zero_point)
     rounding = Rounding(attrs.rounding)
 
-    def element(
-        value: PrimExpr, tensors: Sequence[te.Tensor], index: Sequence[PrimExpr]
-    ) -> PrimExpr:
+    def element(value: PrimExpr, index: Sequence[PrimExpr]) -> PrimExpr:
         channel = channel_of(index, attrs.axis)
-        zero = read_zero(tensors, channel)
-        real = value.astype("float32") / read_scale(tensors, channel)
+        zero = read_zero(channel)
+        real = value.astype("float32") / read_scale(channel)
         rounded = fixed_point.round_tir(real, rounding)
         if rounding is Rounding.TONEAREST_EVEN:
             return fixed_point.saturate_tir(rounded, zero, attrs.out_dtype, may_be_nan=True)
@@ -222,12 +220,10 @@ def legalize_dequantize(builder: BlockBuilder, call: Call) -> Any:
     attrs, reader = call.attrs, Reader()
     read_scale, read_zero = reader.add(scale), reader.add(zero_point)
 
-    def element(
-        value: PrimExpr, tensors: Sequence[te.Tensor], index: Sequence[PrimExpr]
-    ) -> PrimExpr:
+    def element(value: PrimExpr, index: Sequence[PrimExpr]) -> PrimExpr:
         channel = channel_of(index, attrs.axis)
-        centred = fixed_point.subtract_zero_point_tir(value, read_zero(tensors, channel))
-        real = centred.astype("float32") * read_scale(tensors, channel)
+        centred = fixed_point.subtract_zero_point_tir(value, read_zero(channel))
+        real = centred.astype("float32") * read_scale(channel)
         if attrs.out_dtype == "float32":
             return real
         limit = tirx.const(65504.0, "float32")
@@ -240,22 +236,19 @@ def legalize_requantize(builder: BlockBuilder, call: Call) -> Any:
     """Make one loop over the data with `fixed_point.requantize_tir`."""
     data, in_scale, in_zero, out_scale, out_zero = call.args
     attrs, reader = call.attrs, Reader()
-    rounding, arithmetic = read_modes(call)
-    read_multiplier = reader.add_multiplier((in_scale, out_scale), divide, arithmetic)
+    modes = read_modes(call)
+    read_multiplier = reader.add_multiplier((in_scale, out_scale), divide, modes[1])
     read_in_zero, read_out_zero = reader.add(in_zero), reader.add(out_zero)
 
-    def element(
-        value: PrimExpr, tensors: Sequence[te.Tensor], index: Sequence[PrimExpr]
-    ) -> PrimExpr:
+    def element(value: PrimExpr, index: Sequence[PrimExpr]) -> PrimExpr:
         channel = channel_of(index, attrs.axis)
         return fixed_point.requantize_tir(
             value,
-            read_in_zero(tensors, channel),
-            read_multiplier(tensors, (channel, channel)),
-            read_out_zero(tensors, channel),
+            read_in_zero(channel),
+            read_multiplier((channel, channel)),
+            read_out_zero(channel),
             attrs.out_dtype,
-            rounding,
-            arithmetic,
+            *modes,
         )
 
     return compute_elementwise(builder, call, data, reader, element)

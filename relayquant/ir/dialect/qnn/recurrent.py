@@ -24,7 +24,7 @@ from tvm.script.ir_builder import tirx as T
 
 from relayquant.errors import QnnError
 from relayquant.ir.dialect.construct import Operand, Parameter, make_call
-from relayquant.ir.dialect.loops import name_hint
+from relayquant.ir.dialect.loops import OPAQUE, name_hint
 from relayquant.ir.dialect.operands import (
     Argument,
     CheckedOperand,
@@ -54,8 +54,6 @@ ACTIVATIONS = ("sigmoid", "tanh", "relu")
 ALL_STEPS = 2**31 - 1
 #: Largest magnitude of a quantized hidden state.
 ROW_LIMIT = 127
-#: relax::OpPatternKind::kOpaque
-_OPAQUE = 8
 
 PRODUCT = (Argument("data"), Argument("weight"), scale_argument("weight_scale"))
 STATE, LENGTHS = Argument("hidden", "float32"), Argument("lengths", "int32")
@@ -365,7 +363,7 @@ class NaiveRecurrence:
     def build(self) -> tirx.PrimFunc:
         with IRBuilder() as builder, T.prim_func():
             T.func_name(self.name)
-            T.func_attr({"tirx.noalias": True, "op_pattern": _OPAQUE})
+            T.func_attr({"tirx.noalias": True, "op_pattern": OPAQUE})
             self.emit()
         func = builder.get()
         root = s_tir.SBlock([], [], [], "root", func.body)

@@ -37,7 +37,15 @@ from relayquant.ir.dialect.layout import (
     make_output,
     reorder_names,
 )
-from relayquant.ir.dialect.loops import divide, name_hint, pad_zeros, to_integers, zero
+from relayquant.ir.dialect.loops import (
+    divide,
+    make_loops,
+    name_hint,
+    pad_zeros,
+    read_modes,
+    to_integers,
+    zero,
+)
 from relayquant.ir.dialect.operands import (
     QUANTIZED,
     UNARY_OPERANDS,
@@ -269,7 +277,7 @@ def _add_mean_multiplier(
     if count is None:
         return reader.add_divided_multiplier(scales, divide, arithmetic)
     read = reader.add_multiplier(scales, divide, arithmetic, divisor=count)
-    return lambda tensors, _divisor: read(tensors, (0, 0))
+    return lambda _divisor: read((0, 0))
 
 
 def legalize_mean(builder: BlockBuilder, call: Call) -> Any:
@@ -277,7 +285,7 @@ def legalize_mean(builder: BlockBuilder, call: Call) -> Any:
     data, in_scale, in_zero, out_scale, out_zero = call.args
     attrs, reader = call.attrs, Reader()
     axes = resolve_axes(get_operands(call, UNARY_OPERANDS)[0], attrs.axes)
-    rounding, arithmetic = Rounding(attrs.rounding), Arithmetic(attrs.compute_dtype)
+    rounding, arithmetic = modes = read_modes(call)
     dtype, shape, rank = str(call.ty.dtype), list(call.ty.shape), int(data.ty.ndim)
     sizes = [data.ty.shape[axis] for axis in axes]
     is_fixed = None not in map(static_size, sizes)
@@ -289,7 +297,7 @@ def legalize_mean(builder: BlockBuilder, call: Call) -> Any:
     if has_exact_sums(rounding, arithmetic):
         kind = choose_total_dtype(tensor_dtype(data), in_zero, count)
 
-    def te_mean(source: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
+    def te_mean(source: te.Tensor) -> te.Tensor:
         reduced = [te.reduce_axis((0, source.shape[a]), name=f"r{a}") for a in axes]
 
         def add_up(*index: PrimExpr) -> PrimExpr:
@@ -299,7 +307,7 @@ def legalize_mean(builder: BlockBuilder, call: Call) -> Any:
                 is_reduced = axis in axes
                 own = next(kept) if attrs.keepdims or not is_reduced else None
                 full.append(reduced[axes.index(axis)] if is_reduced else own)
-            centred = source(*full).astype("int32") - read_zero(tensors, 0)
+            centred = source(*full).astype("int32") - read_zero(0)
             return te.sum(centred.astype(kind), axis=reduced)
 
         total = compute_tensor(shape, add_up, name="total")
@@ -308,20 +316,14 @@ def legalize_mean(builder: BlockBuilder, call: Call) -> Any:
             size: Any = tirx.const(1, "int64")
             for axis in axes:
                 size = size * source.shape[axis]
-            multiplier = read_multiplier(tensors, size)
+            multiplier = read_multiplier(size)
             return fixed_point.requantize_tir(
-                total(*index),
-                zero(),
-                multiplier,
-                read_out(tensors, 0),
-                dtype,
-                rounding,
-                arithmetic,
+                total(*index), zero(), multiplier, read_out(0), dtype, *modes
             )
 
         return compute_tensor(shape, element, name=name_hint(call))
 
-    return builder.call_te(te_mean, data, *reader.operands, primfunc_name_hint=name_hint(call))
+    return make_loops(builder, call, te_mean, [data], reader)
 
 
 @dataclass(frozen=True)
@@ -366,7 +368,7 @@ def legalize_avg_pool2d(builder: BlockBuilder, call: Call) -> Any:
     """
     data, in_scale, in_zero, out_scale, out_zero = call.args
     attrs, reader = call.attrs, Reader()
-    rounding, arithmetic = Rounding(attrs.rounding), Arithmetic(attrs.compute_dtype)
+    rounding, arithmetic = modes = read_modes(call)
     dtype, shape, axes = str(call.ty.dtype), list(call.ty.shape), PooledAxis.read(attrs)
     is_default = rounding is Rounding.TONEAREST_EVEN
     count = math.prod(each.taps for each in axes)
@@ -380,15 +382,13 @@ def legalize_avg_pool2d(builder: BlockBuilder, call: Call) -> Any:
     if has_exact_sums(rounding, arithmetic):
         kind = choose_total_dtype(tensor_dtype(data), in_zero, count)
 
-    def te_avg_pool2d(source: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
+    def te_avg_pool2d(source: te.Tensor) -> te.Tensor:
         def enter(*index: PrimExpr) -> PrimExpr:
-            value, zero = source(*index).astype("int32"), read_zero(tensors, 0)
+            value, zero = source(*index).astype("int32"), read_zero(0)
             if is_default:
                 return value - zero
-            multiplier, out = read_multiplier(tensors, 1), read_out(tensors, 0)
-            return fixed_point.requantize_tir(
-                value, zero, multiplier, out, "int32", rounding, arithmetic
-            )
+            multiplier, out = read_multiplier(1), read_out(0)
+            return fixed_point.requantize_tir(value, zero, multiplier, out, "int32", *modes)
 
         entered = compute_tensor(source.shape, enter, name="entered")
         # In ceil mode, the last window may reach beyond the padding by less than a stride.
@@ -416,7 +416,7 @@ def legalize_avg_pool2d(builder: BlockBuilder, call: Call) -> Any:
             return tirx.max(counted, tirx.const(1, "int32"))
 
         def element(*index: PrimExpr) -> PrimExpr:
-            out = read_out(tensors, 0)
+            out = read_out(0)
             if not is_default:
                 divisor = tirx.const(count, "int32")
                 if not attrs.count_include_pad:
@@ -424,16 +424,12 @@ def legalize_avg_pool2d(builder: BlockBuilder, call: Call) -> Any:
                 mean = tirx.truncdiv(total(*index), divisor)
                 return fixed_point.clip_integer_tir(mean, dtype)
             divisor = count_elements(index, bool(attrs.count_include_pad))
-            multiplier = read_multiplier(tensors, divisor)
-            return fixed_point.requantize_tir(
-                total(*index), zero(), multiplier, out, dtype, rounding, arithmetic
-            )
+            multiplier = read_multiplier(divisor)
+            return fixed_point.requantize_tir(total(*index), zero(), multiplier, out, dtype, *modes)
 
         return compute_tensor(shape, element, name=name_hint(call))
 
-    return builder.call_te(
-        te_avg_pool2d, data, *reader.operands, primfunc_name_hint=name_hint(call)
-    )
+    return make_loops(builder, call, te_avg_pool2d, [data], reader)
 
 
 # ---------------------------------------------------------------- layout

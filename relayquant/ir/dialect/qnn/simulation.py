@@ -19,7 +19,7 @@ from relayquant.ir.dialect.construct import (
     rounding_value,
 )
 from relayquant.ir.dialect.layout import infer_layout_elementwise
-from relayquant.ir.dialect.loops import channel_of, name_hint
+from relayquant.ir.dialect.loops import channel_of, make_loops, name_hint
 from relayquant.ir.dialect.operands import (
     FLOATS,
     Argument,
@@ -176,7 +176,6 @@ def _legalize_simulated(
     compute: Callable[[PrimExpr, PrimExpr, PrimExpr, PrimExpr], PrimExpr],
 ) -> Any:
     """Loop over compute(float32 value, code, scale, float32 zero point). Code 0 copies."""
-    data, dtype, scale, zero_point = call.args
     axis = call.attrs.axis
 
     def te_simulated(
@@ -193,9 +192,7 @@ def _legalize_simulated(
 
         return compute_tensor(source.shape, element, name=name_hint(call))
 
-    return builder.call_te(
-        te_simulated, data, dtype, scale, zero_point, primfunc_name_hint=name_hint(call)
-    )
+    return make_loops(builder, call, te_simulated, call.args)
 
 
 def legalize_simulated_quantize(builder: BlockBuilder, call: Call) -> Any:

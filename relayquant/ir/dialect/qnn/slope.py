@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from tvm import relax, te, tirx
+from tvm import relax, tirx
 from tvm.ir import Attrs, Call
 from tvm.relax import BlockBuilder
 
@@ -158,7 +158,7 @@ def legalize_leaky_relu(builder: BlockBuilder, call: Call) -> Any:
     """
     data, in_scale, in_zero, out_scale, out_zero = call.args
     attrs, reader = call.attrs, Reader()
-    rounding, arithmetic = read_modes(call)
+    rounding, arithmetic = modes = read_modes(call)
     dtype = str(call.ty.dtype)
     alpha = float(attrs.alpha)
     read_multiplier = reader.add_multiplier((in_scale, out_scale), divide, arithmetic)
@@ -171,21 +171,17 @@ def legalize_leaky_relu(builder: BlockBuilder, call: Call) -> Any:
         for slope in (alpha, 1.0 - alpha)
     ]
 
-    def element(
-        value: PrimExpr, tensors: Sequence[te.Tensor], _index: Sequence[PrimExpr]
-    ) -> PrimExpr:
-        zero, out = read_in_zero(tensors, 0), read_out_zero(tensors, 0)
+    def element(value: PrimExpr, _index: Sequence[PrimExpr]) -> PrimExpr:
+        zero, out = read_in_zero(0), read_out_zero(0)
         value = value.astype("int32")
-        multiplier = read_multiplier(tensors, (0, 0))
+        multiplier = read_multiplier((0, 0))
         if rounding is Rounding.TONEAREST_EVEN:
-            negative = read_negative(tensors, (0, 0))
+            negative = read_negative((0, 0))
             chosen = tuple(
                 tirx.Select(value < zero, n, p) for n, p in zip(negative, multiplier, strict=True)
             )
-            return fixed_point.requantize_tir(value, zero, chosen, out, dtype, rounding, arithmetic)
-        moved = fixed_point.requantize_tir(
-            value, zero, multiplier, out, "int32", rounding, arithmetic
-        )
+            return fixed_point.requantize_tir(value, zero, chosen, out, dtype, *modes)
+        moved = fixed_point.requantize_tir(value, zero, multiplier, out, "int32", *modes)
         scaled = fixed_point.multiply_fixed_point_tir(moved, *slopes[0], Rounding.UPWARD)
         offset = fixed_point.multiply_fixed_point_tir(out, *slopes[1], Rounding.UPWARD)
         chosen = tirx.Select(value < zero, scaled + offset, moved)
@@ -210,15 +206,11 @@ def legalize_prelu(builder: BlockBuilder, call: Call) -> Any:
     )
     read_in_zero, read_out_zero = reader.add(in_zero), reader.add(out_zero)
 
-    def element(
-        value: PrimExpr, tensors: Sequence[te.Tensor], index: Sequence[PrimExpr]
-    ) -> PrimExpr:
-        zero, out = read_in_zero(tensors, 0), read_out_zero(tensors, 0)
+    def element(value: PrimExpr, index: Sequence[PrimExpr]) -> PrimExpr:
+        zero, out = read_in_zero(0), read_out_zero(0)
         value = value.astype("int32")
         channel = channel_of(index, call.attrs.axis)
-        pairs = zip(
-            read_negative(tensors, (0, channel, 0)), read_positive(tensors, (0, 0)), strict=True
-        )
+        pairs = zip(read_negative((0, channel, 0)), read_positive((0, 0)), strict=True)
         chosen = tuple(tirx.Select(value < zero, n, p) for n, p in pairs)
         return fixed_point.requantize_tir(value, zero, chosen, out, dtype, *modes)
 

@@ -10,7 +10,7 @@ from tvm.relax import BlockBuilder
 
 from relayquant.ir.dialect.construct import Operand, make_call
 from relayquant.ir.dialect.layout import infer_layout_elementwise
-from relayquant.ir.dialect.loops import name_hint
+from relayquant.ir.dialect.loops import BROADCAST, make_loops, name_hint
 from relayquant.ir.dialect.operands import (
     BYTES,
     Argument,
@@ -23,9 +23,6 @@ from relayquant.ir.dialect.operator import Operator
 from relayquant.ir.dialect.parameters import compute_tensor
 
 __all__ = ["lookup"]
-
-#: relax::OpPatternKind::kBroadcast
-_BROADCAST = 1
 
 LOOKUP_OPERANDS = (Argument("data"), Argument("table"))
 
@@ -81,12 +78,7 @@ def legalize_lookup(builder: BlockBuilder, call: Call) -> Any:
             name=name_hint(call),
         )
 
-    return builder.call_te(
-        te_lookup,
-        *call.args,
-        primfunc_name_hint=name_hint(call),
-        primfunc_attrs={"op_pattern": _BROADCAST},
-    )
+    return make_loops(builder, call, te_lookup, call.args, pattern=BROADCAST)
 
 
 OPERATORS: tuple[Operator, ...] = (
