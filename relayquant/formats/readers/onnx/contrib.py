@@ -23,13 +23,7 @@ from relayquant.formats.readers.onnx.quantized import (
     convert_matmul_integer,
     convert_quantize_linear,
 )
-from relayquant.formats.readers.onnx.recurrent import (
-    LSTM,
-    check_shapes,
-    convert_recurrent,
-    read_directions,
-    unroll_steps,
-)
+from relayquant.formats.readers.onnx.recurrent import LSTM, Layer, convert_recurrent
 from relayquant.formats.readers.refusal import NotConstant, Refusal
 from relayquant.ir.ops.dynamic import quantize_at_run_time
 from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_dtype, tensor_shape
@@ -141,9 +135,8 @@ def convert_dynamic_quantize_lstm(
     arrays = [constant_value(each) for each in (weight, recurrence, *inputs[8:12])]
     if any(array is None for array in arrays):
         raise NotConstant("weights, their scales and zero points")
-    directions = len(read_directions(attrs))
     swapped = [array.swapaxes(1, 2).shape if array.ndim == 3 else None for array in arrays[:2]]  # pyright: ignore[reportOptionalMemberAccess]
-    hidden = check_shapes(LSTM, [tensor_shape(data), *swapped], attrs, directions)
+    layer = Layer.of(LSTM, bb, [tensor_shape(data), *swapped], attrs)
     triples = [read_rows(arrays[at], *arrays[2 + 2 * at : 4 + 2 * at]) for at in (0, 1)]  # pyright: ignore[reportArgumentType]
     if static_size(data.ty.shape.values[0]) is None:
         real = [
@@ -153,11 +146,9 @@ def convert_dynamic_quantize_lstm(
         return convert_recurrent(LSTM, bb, [data, *real, *others], attrs, opset)
     products = [
         tuple(read_product(bb, opset, triple, number) for triple in triples)
-        for number in range(directions)
+        for number in range(len(layer.directions))
     ]
-    return unroll_steps(
-        LSTM, bb, (data, *others), hidden, [(by, (again,)) for by, again in products], attrs
-    )
+    return layer.unroll_steps((data, *others), [(by, (again,)) for by, again in products])
 
 
 def read_rows(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,6 @@ class Direction:
     """Weights and activations of one direction of an operator.
 
     Attributes:
-        hidden: Number of units.
         weight: Multiplies the inputs: (..., inputs) -> (..., gates * hidden).
         recurrence: Multiplies the state. One entry per product in a step.
         bias: Added to the product of the inputs, (gates * hidden,), or None.
@@ -59,19 +59,12 @@ class Direction:
         activations: In the operator's order.
     """
 
-    hidden: int
     weight: Multiply
     recurrence: tuple[Multiply, ...]
     bias: relax.Expr | None
     hidden_bias: relax.Expr | None
     peepholes: tuple[relax.Expr, ...]
     activations: tuple[Activate, ...]
-
-
-#: Emits one step, given the product of the inputs. Returns the new state.
-Step = Callable[
-    [relax.BlockBuilder, Direction, relax.Expr, State, "dict[str, Any]"], Sequence[relax.Expr]
-]
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,8 @@ class Cell:
     gates: int
     activations: tuple[str, ...]
     states: int
-    step: Step
+    #: Emits one step, given the product of the inputs. Returns the new state.
+    step: Callable[[Layer, Direction, relax.Expr, State], Sequence[relax.Expr]]
     layer: Callable[..., Call]  #: constructor of the dialect
 
 
@@ -95,493 +89,453 @@ def convert_recurrent(
             the number of steps is unknown.
     """
     data, weight, recurrence, *others = (*inputs, *[None] * 8)[:8]
-    directions = len(read_directions(attrs))
-    shapes = [tensor_shape(operand) for operand in (data, weight, recurrence)]
-    hidden = check_shapes(cell, shapes, attrs, directions)
-    others = clear_empty(cell, bb, others, attrs)
+    layer = Layer.of(cell, bb, [tensor_shape(each) for each in (data, weight, recurrence)], attrs)
+    others = layer.clear_empty(others)
     matrices = [
         [take_element(bb, matrix, at, 0) for matrix in (weight, recurrence)]
-        for at in range(directions)
+        for at in range(len(layer.directions))
     ]
-    activations = find_dialect_activations(cell, attrs, directions)
+    activations = layer.find_dialect_activations()
     if activations is not None and tensor_dtype(data) == "float32":
-        return emit_layers(cell, bb, (data, *others), hidden, matrices, activations, attrs)
+        return layer.emit_layers((data, *others), matrices, activations)
     products = [
-        (
-            multiply_by(bb, transpose(bb, own)),
-            split_recurrence(cell, bb, state, hidden, attrs),
-        )
+        (layer.multiply_by(layer.transpose(own)), layer.split_recurrence(state))
         for own, state in matrices
     ]
-    return unroll_steps(cell, bb, (data, *others), hidden, products, attrs)
+    return layer.unroll_steps((data, *others), products)
 
 
-def clear_empty(
-    cell: Cell, bb: relax.BlockBuilder, others: Sequence[Any], attrs: dict[str, Any]
-) -> list[Any]:
-    """Return bias, lengths, states and peepholes with states of zero for sequences of no steps.
+@dataclass(frozen=True)
+class Layer:
+    """One node: what it computes, and the builder that takes its operators.
 
-    ONNX does not define their last states. ONNX Runtime gives zeros.
-    """
-    bias, lengths, *operands = others
-    array = None if lengths is None else constant_value(lengths)
-    if lengths is None or (array is not None and array.all()):
-        return [*others]
-    for at, state in enumerate(operands[: cell.states]):
-        if state is not None:
-            is_filled = compare_length(bb, lengths, 0, int(attrs.get("layout", 0)))
-            operands[at] = choose(bb, is_filled, state, None)
-    return [bias, lengths, *operands]
-
-
-# -- one operator per layer and direction ----------------------------------------------------------
-
-
-def find_dialect_activations(
-    cell: Cell, attrs: dict[str, Any], directions: int
-) -> list[str] | None:
-    """Return the names of all activations, or None if the dialect does not have one of them."""
-    names = [name.decode().lower() for name in attrs.get("activations", ())]
-    names = names or [name.lower() for name in cell.activations] * directions
-    is_known = len(names) == len(cell.activations) * directions and set(names) <= set(ACTIVATIONS)
-    return names if is_known else None
-
-
-def emit_layers(
-    cell: Cell,
-    bb: relax.BlockBuilder,
-    inputs: Sequence[Any],
-    hidden: int,
-    matrices: Sequence[Sequence[relax.Expr]],
-    activations: Sequence[str],
-    attrs: dict[str, Any],
-) -> relax.Expr:
-    """Emit one product and one operator of the dialect for each direction.
-
-    The arguments are those of `unroll_steps`, with the weights (gates * hidden, ...) of inputs and
-    state for each direction. Returns the results of `convert_recurrent`.
-    """
-    data, bias, lengths, *states = inputs
-    states, peepholes = states[: cell.states], states[2] if cell.states == 2 else None
-    layout, count = int(attrs.get("layout", 0)), len(cell.activations)
-    if layout:
-        data = bb.emit(relax.op.permute_dims(data, [1, 0, 2]))
-    steps = data.ty.shape.values[0]
-    if isinstance(steps, tirx.IntImm) and int(steps) < 1:
-        raise Refusal("its sequence is empty")
-    sequences, lasts = [], []
-    for at, is_reversed in enumerate(read_directions(attrs)):
-        own, state = matrices[at]
-        outer, inner = split_bias(cell, bb, bias, at, hidden, attrs)
-        operands: dict[str, Any] = {
-            name: take_element(bb, value, at, layout)
-            for name, value in zip(("hidden", "cell"), states, strict=False)
-            if value is not None
-        }
-        if inner is not None:
-            operands["hidden_bias"] = inner
-        look = split_peepholes(bb, peepholes, at, hidden)
-        if look:
-            operands["peepholes"] = join(bb, [expand(bb, row, 0) for row in look], 0)
-        if lengths is not None:
-            operands["lengths"] = lengths
-        if cell is LSTM:
-            operands["input_forget"] = bool(attrs.get("input_forget", 0))
-        if cell is GRU:
-            operands["linear_before_reset"] = bool(attrs.get("linear_before_reset", 0))
-        sequence, last = emit_layer(
-            bb,
-            cell.layer,
-            data,
-            (transpose(bb, own), transpose(bb, state), outer),
-            cell.states,
-            **operands,
-            activations=activations[at * count : (at + 1) * count],
-            clip=float(attrs.get("clip") or 0.0),
-            is_reversed=is_reversed,
-        )
-        sequences.append(sequence)
-        lasts.append(last)
-    last = [join(bb, list(each), 0) for each in zip(*lasts, strict=True)]
-    if layout:
-        last = [bb.emit(relax.op.permute_dims(each, [1, 0, 2])) for each in last]
-        sequences = [bb.emit(relax.op.permute_dims(each, [1, 0, 2])) for each in sequences]
-    expanded = [expand(bb, each, 1 + layout) for each in sequences]
-    return relax.Tuple([join(bb, expanded, 1 + layout), *last])
-
-
-# -- unrolled --------------------------------------------------------------------------------------
-
-
-def unroll_steps(
-    cell: Cell,
-    bb: relax.BlockBuilder,
-    inputs: Sequence[Any],
-    hidden: int,
-    products: Sequence[tuple[Multiply, tuple[Multiply, ...]]],
-    attrs: dict[str, Any],
-) -> relax.Expr:
-    """Emit all steps. Returns the results of `convert_recurrent`.
-
-    Args:
+    Attributes:
         cell: The operator.
         bb: The builder.
-        inputs: X, bias, lengths, states and peepholes. None for one that is left out.
-        hidden: Number of units.
-        products: For each direction, the products with the weights of the inputs and of the state.
         attrs: Attributes of the node.
+        hidden: Number of units.
     """
-    data, bias, lengths, *states = inputs
-    states, peepholes = states[: cell.states], states[2] if cell.states == 2 else None
-    layout = int(attrs.get("layout", 0))
-    backwards = read_directions(attrs)
-    steps = find_length(bb, data, layout)
-    check_steps(steps)
-    functions = list(read_activations(cell, bb, attrs, len(backwards)))
-    count = len(cell.activations)
-    sequences, lasts = [], []
-    for at, is_reversed in enumerate(backwards):
-        direction = Direction(
-            hidden,
-            *products[at],
-            *split_bias(cell, bb, bias, at, hidden, attrs),
-            split_peepholes(bb, peepholes, at, hidden),
-            tuple(functions[at * count : (at + 1) * count]),
-        )
-        state = [None if given is None else cut(bb, given, at, layout) for given in states]
-        order = range(steps)[::-1] if is_reversed else range(steps)
-        product = add(bb, direction.weight(data), direction.bias)
-        outputs: dict[int, relax.Expr] = {}
-        for step in order:
-            part = product if steps == 1 else slice_element(bb, product, step, layout)
-            new = cell.step(bb, direction, part, state, attrs)
-            outputs[step] = new[0]
+
+    cell: Cell
+    bb: relax.BlockBuilder
+    attrs: dict[str, Any]
+    hidden: int
+
+    @staticmethod
+    def of(
+        cell: Cell,
+        bb: relax.BlockBuilder,
+        shapes: Sequence[tuple[int | str, ...] | None],
+        attrs: dict[str, Any],
+    ) -> Layer:
+        """Read the number of hidden units from the shapes of X, W and R.
+
+        Raises:
+            Refusal: the shapes of the weights are unknown, or do not fit each other.
+        """
+        hidden = shapes[2][-1] if shapes[2] else None
+        layer = Layer(cell, bb, attrs, hidden if isinstance(hidden, int) else 0)
+        directions = len(layer.directions)
+        if not isinstance(hidden, int) or shapes[0] is None or len(shapes[0]) != 3:
+            raise Refusal(f"X, W and R have the shapes {shapes}; expected: 3 dimensions, known")
+        wanted = [(directions, layer.rows, shapes[0][2]), (directions, layer.rows, hidden)]
+        if list(shapes[1:]) != wanted or int(attrs.get("hidden_size", hidden)) != hidden:
+            raise Refusal(
+                f"W and R have the shapes {shapes[1]} and {shapes[2]} with hidden_size "
+                f"{attrs.get('hidden_size', hidden)}; expected: {wanted[0]} and {wanted[1]}"
+            )
+        return layer
+
+    @property
+    def rows(self) -> int:
+        """Rows of a weight: the units of all gates."""
+        return self.cell.gates * self.hidden
+
+    @cached_property
+    def layout(self) -> int:
+        """The axis of the steps: 1 if the batch comes first."""
+        return int(self.attrs.get("layout", 0))
+
+    @cached_property
+    def resets_product(self) -> bool:
+        """Whether a GRU resets the product with the state, not the state before it."""
+        return self.cell is GRU and bool(self.attrs.get("linear_before_reset", 0))
+
+    @cached_property
+    def directions(self) -> tuple[bool, ...]:
+        """For each direction, whether it runs backwards.
+
+        Raises:
+            Refusal: the direction is unknown.
+        """
+        name = self.attrs.get("direction", b"forward").decode()
+        known = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
+        if name not in known:
+            raise Refusal(f"direction is {name!r}; allowed: {', '.join(known)}")
+        return known[name]
+
+    def clear_empty(self, others: Sequence[Any]) -> list[Any]:
+        """Return bias, lengths, states and peepholes with states of zero for sequences of no steps.
+
+        ONNX does not define their last states. ONNX Runtime gives zeros.
+        """
+        bias, lengths, *operands = others
+        array = None if lengths is None else constant_value(lengths)
+        if lengths is None or (array is not None and array.all()):
+            return [*others]
+        for at, state in enumerate(operands[: self.cell.states]):
+            if state is not None:
+                operands[at] = self.choose(self.compare_length(lengths, 0), state, None)
+        return [bias, lengths, *operands]
+
+    def split_inputs(self, inputs: Sequence[Any]) -> tuple[Any, Any, Any, list[Any], Any]:
+        """Return X, bias, lengths, the states and the peepholes."""
+        data, bias, lengths, *states = inputs
+        peepholes = states[2] if self.cell.states == 2 else None
+        return data, bias, lengths, states[: self.cell.states], peepholes
+
+    # -- one operator per layer and direction ------------------------------------------------------
+
+    def find_dialect_activations(self) -> list[str] | None:
+        """Return the names of all activations, or None if the dialect does not have one of them."""
+        names = [name.lower() for name in self.list_activations()]
+        count = len(self.cell.activations) * len(self.directions)
+        return names if len(names) == count and set(names) <= set(ACTIVATIONS) else None
+
+    def emit_layers(
+        self,
+        inputs: Sequence[Any],
+        matrices: Sequence[Sequence[relax.Expr]],
+        activations: Sequence[str],
+    ) -> relax.Expr:
+        """Emit one product and one operator of the dialect for each direction.
+
+        `inputs` are those of `unroll_steps`. The weights of inputs and state for each direction are
+        (gates * hidden, ...). Returns the results of `convert_recurrent`.
+        """
+        bb, layout, count = self.bb, self.layout, len(self.cell.activations)
+        data, bias, lengths, states, peepholes = self.split_inputs(inputs)
+        data = self.swap_batch(data)
+        steps = data.ty.shape.values[0]
+        if isinstance(steps, tirx.IntImm) and int(steps) < 1:
+            raise Refusal("its sequence is empty")
+        sequences, lasts = [], []
+        for at, is_reversed in enumerate(self.directions):
+            own, state = matrices[at]
+            outer, inner = self.split_bias(bias, at)
+            operands: dict[str, Any] = {
+                name: take_element(bb, value, at, layout)
+                for name, value in zip(("hidden", "cell"), states, strict=False)
+                if value is not None
+            }
+            if inner is not None:
+                operands["hidden_bias"] = inner
+            look = self.split_peepholes(peepholes, at)
+            if look:
+                operands["peepholes"] = self.join([self.expand(row, 0) for row in look], 0)
             if lengths is not None:
-                is_inside = compare_length(bb, lengths, step, layout)
-                outputs[step] = choose(bb, is_inside, new[0], None)
-                new = [choose(bb, is_inside, *pair) for pair in zip(new, state, strict=True)]
-            state = list(new)
-        sequences.append(join(bb, [outputs[step] for step in range(steps)], layout))
-        lasts.append(state)
-    # Y has the axis of directions after the steps, or after batch and steps.
-    expanded = [bb.emit(relax.op.expand_dims(values, 1 + layout)) for values in sequences]
-    last = [join(bb, values, layout) for values in zip(*lasts, strict=True)]
-    return relax.Tuple([join(bb, expanded, 1 + layout), *last])
+                operands["lengths"] = lengths
+            if self.cell is LSTM:
+                operands["input_forget"] = bool(self.attrs.get("input_forget", 0))
+            if self.cell is GRU:
+                operands["linear_before_reset"] = self.resets_product
+            sequence, last = emit_layer(
+                bb,
+                self.cell.layer,
+                data,
+                (self.transpose(own), self.transpose(state), outer),
+                self.cell.states,
+                **operands,
+                activations=activations[at * count : (at + 1) * count],
+                clip=float(self.attrs.get("clip") or 0.0),
+                is_reversed=is_reversed,
+            )
+            sequences.append(sequence)
+            lasts.append(last)
+        last = [self.swap_batch(self.join(list(each), 0)) for each in zip(*lasts, strict=True)]
+        expanded = [self.expand(self.swap_batch(each), 1 + layout) for each in sequences]
+        return relax.Tuple([self.join(expanded, 1 + layout), *last])
 
+    def swap_batch(self, value: relax.Expr) -> relax.Expr:
+        """Exchange the first two axes if the layout has the batch before the steps."""
+        return self.bb.emit(relax.op.permute_dims(value, [1, 0, 2])) if self.layout else value
 
-# -- attributes and weights ------------------------------------------------------------------------
+    # -- unrolled ----------------------------------------------------------------------------------
 
+    def unroll_steps(
+        self, inputs: Sequence[Any], products: Sequence[tuple[Multiply, tuple[Multiply, ...]]]
+    ) -> relax.Expr:
+        """Emit all steps. Returns the results of `convert_recurrent`.
 
-def read_directions(attrs: dict[str, Any]) -> tuple[bool, ...]:
-    """Return for each direction whether it runs backwards.
+        Args:
+            inputs: X, bias, lengths, states and peepholes. None for one that is left out.
+            products: For each direction, the products with the weights of the inputs and of the
+                state.
+        """
+        bb, layout, count = self.bb, self.layout, len(self.cell.activations)
+        data, bias, lengths, states, peepholes = self.split_inputs(inputs)
+        steps = find_length(bb, data, layout)
+        check_steps(steps)
+        functions = list(self.read_activations())
+        sequences, lasts = [], []
+        for at, is_reversed in enumerate(self.directions):
+            direction = Direction(
+                *products[at],
+                *self.split_bias(bias, at),
+                self.split_peepholes(peepholes, at),
+                tuple(functions[at * count : (at + 1) * count]),
+            )
+            state = [None if given is None else self.cut(given, at) for given in states]
+            order = range(steps)[::-1] if is_reversed else range(steps)
+            product = self.add(direction.weight(data), direction.bias)
+            outputs: dict[int, relax.Expr] = {}
+            for step in order:
+                part = product if steps == 1 else slice_element(bb, product, step, layout)
+                new = self.cell.step(self, direction, part, state)
+                outputs[step] = new[0]
+                if lengths is not None:
+                    is_inside = self.compare_length(lengths, step)
+                    outputs[step] = self.choose(is_inside, new[0], None)
+                    new = [self.choose(is_inside, *pair) for pair in zip(new, state, strict=True)]
+                state = list(new)
+            sequences.append(self.join([outputs[step] for step in range(steps)], layout))
+            lasts.append(state)
+        # Y has the axis of directions after the steps, or after batch and steps.
+        expanded = [bb.emit(relax.op.expand_dims(values, 1 + layout)) for values in sequences]
+        last = [self.join(values, layout) for values in zip(*lasts, strict=True)]
+        return relax.Tuple([self.join(expanded, 1 + layout), *last])
 
-    Raises:
-        Refusal: the direction is unknown.
-    """
-    name = attrs.get("direction", b"forward").decode()
-    known = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
-    if name not in known:
-        raise Refusal(f"direction is {name!r}; allowed: {', '.join(known)}")
-    return known[name]
+    # -- attributes and weights --------------------------------------------------------------------
 
+    def list_activations(self) -> list[str]:
+        """Return the names of the activations of all directions."""
+        names = [name.decode() for name in self.attrs.get("activations", ())]
+        return names or list(self.cell.activations) * len(self.directions)
 
-def read_activations(
-    cell: Cell, bb: relax.BlockBuilder, attrs: dict[str, Any], directions: int
-) -> Iterator[Activate]:
-    """Return the activations of all directions. alpha and beta are assigned in order to the
-    activations that take them.
+    def read_activations(self) -> Iterator[Activate]:
+        """Return the activations of all directions. alpha and beta are assigned in order to the
+        activations that take them.
 
-    Raises:
-        Refusal: an activation is unknown, or their number does not fit the directions.
-    """
-    names = [name.decode() for name in attrs.get("activations", ())]
-    names = names or list(cell.activations) * directions
-    if len(names) != len(cell.activations) * directions:
-        raise Refusal(
-            f"activations has {format_count(len(names), 'name')}; expected: "
-            f"{len(cell.activations) * directions}"
-        )
-    given = {key: list(attrs.get(f"activation_{key}", ())) for key in ("alpha", "beta")}
-    for at, name in enumerate(names):
-        activation = find_activation(name)
-        parameters = activation.choose_parameters(given)
-        # ONNX Runtime clips the input of gates, but not the output activation of an LSTM's cell.
-        is_gate = at % len(cell.activations) < 2
-        clip = attrs.get("clip") if is_gate else None
-        yield functools.partial(apply_clipped, bb, activation.apply, parameters, clip)
+        Raises:
+            Refusal: an activation is unknown, or their number does not fit the directions.
+        """
+        names, count = self.list_activations(), len(self.cell.activations)
+        if len(names) != count * len(self.directions):
+            raise Refusal(
+                f"activations has {format_count(len(names), 'name')}; expected: "
+                f"{count * len(self.directions)}"
+            )
+        given = {key: list(self.attrs.get(f"activation_{key}", ())) for key in ("alpha", "beta")}
+        for at, name in enumerate(names):
+            activation = find_activation(name)
+            parameters = activation.choose_parameters(given)
+            # ONNX Runtime clips the input of gates, but not the output activation of an LSTM's
+            # cell.
+            clip = self.attrs.get("clip") if at % count < 2 else None
+            yield functools.partial(self.apply_clipped, activation.apply, parameters, clip)
 
+    def apply_clipped(
+        self,
+        apply: Callable[..., relax.Expr],
+        parameters: Sequence[float],
+        clip: float | None,
+        value: relax.Expr,
+    ) -> relax.Expr:
+        """Apply an activation after attribute clip."""
+        if clip:
+            value = self.bb.emit(relax.op.clip(value, -float(clip), float(clip)))
+        return apply(self.bb, value, *parameters)
 
-def apply_clipped(
-    bb: relax.BlockBuilder,
-    apply: Callable[..., relax.Expr],
-    parameters: Sequence[float],
-    clip: float | None,
-    value: relax.Expr,
-) -> relax.Expr:
-    """Apply an activation after attribute clip."""
-    if clip:
-        value = bb.emit(relax.op.clip(value, -float(clip), float(clip)))
-    return apply(bb, value, *parameters)
+    def split_recurrence(self, matrix: relax.Expr) -> tuple[Multiply, ...]:
+        """Return the products with R^T.
 
+        A GRU that resets the state before its product needs a separate product for the hidden gate.
+        """
+        if self.cell is GRU and not self.resets_product:
+            return tuple(
+                self.multiply_by(self.transpose(self.slice_gates(matrix, *gates)))
+                for gates in ((0, 2), (2, 3))
+            )
+        return (self.multiply_by(self.transpose(matrix)),)
 
-def check_shapes(
-    cell: Cell,
-    shapes: Sequence[tuple[int | str, ...] | None],
-    attrs: dict[str, Any],
-    directions: int,
-) -> int:
-    """Return the number of hidden units from the shapes of X, W and R.
+    def multiply_by(self, matrix: relax.Expr) -> Multiply:
+        """Return the product with a matrix of floats."""
+        return lambda value: self.bb.emit(relax.op.matmul(value, matrix))
 
-    Raises:
-        Refusal: the shapes of the weights are unknown, or do not fit each other.
-    """
-    hidden = shapes[2][-1] if shapes[2] else None
-    if not isinstance(hidden, int) or shapes[0] is None or len(shapes[0]) != 3:
-        raise Refusal(f"X, W and R have the shapes {shapes}; expected: 3 dimensions, known")
-    rows = cell.gates * hidden
-    wanted = [(directions, rows, shapes[0][2]), (directions, rows, hidden)]
-    if list(shapes[1:]) != wanted or int(attrs.get("hidden_size", hidden)) != hidden:
-        raise Refusal(
-            f"W and R have the shapes {shapes[1]} and {shapes[2]} with hidden_size "
-            f"{attrs.get('hidden_size', hidden)}; expected: {wanted[0]} and {wanted[1]}"
-        )
-    return hidden
+    def split_bias(
+        self, bias: relax.Expr | None, at: int
+    ) -> tuple[relax.Expr | None, relax.Expr | None]:
+        """Return (bias of the inputs' product, bias before the reset).
 
+        This is (Wb + Rb, None). For a GRU with linear_before_reset, the hidden gate's part of Rb is
+        separate.
+        """
+        if bias is None:
+            return None, None
+        both, gates = take_element(self.bb, bias, at, 0), self.cell.gates
+        outer, inner = (self.slice_gates(both, k * gates, (k + 1) * gates) for k in (0, 1))
+        if not self.resets_product:
+            return self.add_constants(outer, inner), None
+        total = self.add_constants(*(self.slice_gates(each, 0, 2) for each in (outer, inner)))
+        total = self.join([total, self.slice_gates(outer, 2, 3)], 0)
+        return total, self.slice_gates(inner, 2, 3)
 
-def split_recurrence(
-    cell: Cell, bb: relax.BlockBuilder, matrix: relax.Expr, hidden: int, attrs: dict[str, Any]
-) -> tuple[Multiply, ...]:
-    """Return the products with R^T.
+    def split_peepholes(self, peepholes: relax.Expr | None, at: int) -> tuple[relax.Expr, ...]:
+        """Return the peepholes of input, output and forget gate. Empty if there are none."""
+        if peepholes is None:
+            return ()
+        row = take_element(self.bb, peepholes, at, 0)
+        return tuple(self.slice_gates(row, k, k + 1) for k in range(3))
 
-    A GRU that resets the state before its product needs a separate product for the hidden gate.
-    """
-    if cell is GRU and not attrs.get("linear_before_reset", 0):
-        return tuple(
-            multiply_by(bb, transpose(bb, slice_rows(bb, matrix, begin * hidden, end * hidden)))
-            for begin, end in ((0, 2), (2, 3))
-        )
-    return (multiply_by(bb, transpose(bb, matrix)),)
+    def compare_length(self, lengths: relax.Expr, step: int) -> relax.Expr:
+        """Return for each sample whether the step is inside its sequence: (1, batch, 1), or (batch,
+        1, 1).
 
+        Backwards, the steps after the end come first and leave the state unchanged.
+        """
+        array, axes = constant_value(lengths), [1, 2] if self.layout else [0, 2]
+        if array is not None:
+            return relax.const(np.expand_dims(step < array, axes), "bool")
+        inside = relax.op.greater(lengths, relax.const(step, str(lengths.ty.dtype)))
+        return self.bb.emit(relax.op.expand_dims(self.bb.emit(inside), axes))
 
-def multiply_by(bb: relax.BlockBuilder, matrix: relax.Expr) -> Multiply:
-    """Return the product with a matrix of floats."""
-    return lambda value: bb.emit(relax.op.matmul(value, matrix))
+    # -- small pieces ------------------------------------------------------------------------------
 
+    def add(self, left: relax.Expr, right: relax.Expr | None) -> relax.Expr:
+        """Emit left + right. left if right is None."""
+        return left if right is None else self.bb.emit(relax.op.add(left, right))
 
-def split_bias(
-    cell: Cell,
-    bb: relax.BlockBuilder,
-    bias: relax.Expr | None,
-    at: int,
-    hidden: int,
-    attrs: dict[str, Any],
-) -> tuple[relax.Expr | None, relax.Expr | None]:
-    """Return (bias of the inputs' product, bias before the reset).
+    def add_constants(self, left: relax.Expr, right: relax.Expr) -> relax.Expr:
+        """Emit left + right. The sum of constants is a constant."""
+        arrays = constant_value(left), constant_value(right)
+        if arrays[0] is None or arrays[1] is None:
+            return self.add(left, right)
+        return relax.const(arrays[0] + arrays[1], str(arrays[0].dtype))
 
-    This is (Wb + Rb, None). For a GRU with linear_before_reset, the hidden gate's part of Rb is
-    separate.
-    """
-    if bias is None:
-        return None, None
-    both, rows = take_element(bb, bias, at, 0), cell.gates * hidden
-    outer, inner = slice_rows(bb, both, 0, rows), slice_rows(bb, both, rows, 2 * rows)
-    if cell is not GRU or not attrs.get("linear_before_reset", 0):
-        return add_constants(bb, outer, inner), None
-    gates = add_constants(
-        bb, slice_rows(bb, outer, 0, 2 * hidden), slice_rows(bb, inner, 0, 2 * hidden)
-    )
-    total = join(bb, [gates, slice_rows(bb, outer, 2 * hidden, rows)], 0)
-    return total, slice_rows(bb, inner, 2 * hidden, rows)
+    def multiply(self, left: relax.Expr, right: relax.Expr) -> relax.Expr:
+        """Emit left * right."""
+        return self.bb.emit(relax.op.multiply(left, right))
 
+    def complement(self, value: relax.Expr) -> relax.Expr:
+        """Emit 1 - value."""
+        return self.bb.emit(relax.op.subtract(relax.const(1.0, str(value.ty.dtype)), value))
 
-def split_peepholes(
-    bb: relax.BlockBuilder, peepholes: relax.Expr | None, at: int, hidden: int
-) -> tuple[relax.Expr, ...]:
-    """Return the peepholes of input, output and forget gate. Empty if there are none."""
-    if peepholes is None:
-        return ()
-    row = take_element(bb, peepholes, at, 0)
-    return tuple(slice_rows(bb, row, k * hidden, (k + 1) * hidden) for k in range(3))
+    def choose(
+        self, condition: relax.Expr, left: relax.Expr, right: relax.Expr | None
+    ) -> relax.Expr:
+        """Emit left where the condition is true, else right. None is zero."""
+        other = relax.const(0.0, str(left.ty.dtype)) if right is None else right
+        return self.bb.emit(relax.op.where(condition, left, other))
+
+    def split_gates(self, gates: relax.Expr, count: int) -> list[relax.Expr]:
+        """Split the last of three axes into `count` gates."""
+        size = self.hidden
+        return [slice_element(self.bb, gates, k * size, 2, size) for k in range(count)]
+
+    def cut(self, state: relax.Expr, at: int) -> relax.Expr:
+        """Return one direction of a state. The axis is kept."""
+        array = constant_value(state)
+        if array is not None:
+            return relax.const(np.take(array, [at], self.layout), str(array.dtype))
+        shape = tensor_shape(state)
+        if shape is not None and shape[self.layout] == 1:
+            return state
+        return slice_element(self.bb, state, at, self.layout)
+
+    def expand(self, value: relax.Expr, axis: int) -> relax.Expr:
+        """Insert an axis of size 1. A constant stays a constant."""
+        array = constant_value(value)
+        if array is not None:
+            return relax.const(np.expand_dims(array, axis), str(array.dtype))
+        return self.bb.emit(relax.op.expand_dims(value, axis))
+
+    def slice_gates(self, matrix: relax.Expr, first: int, last: int) -> relax.Expr:
+        """Return the rows from gate `first` to before `last`. A constant stays a constant."""
+        begin, end = first * self.hidden, last * self.hidden
+        array = constant_value(matrix)
+        if array is not None:
+            return relax.const(np.ascontiguousarray(array[begin:end]), str(array.dtype))
+        return slice_element(self.bb, matrix, begin, 0, end - begin)
+
+    def transpose(self, matrix: relax.Expr) -> relax.Expr:
+        """Transpose the matrix. A constant stays a constant."""
+        array = constant_value(matrix)
+        if array is not None:
+            return relax.const(np.ascontiguousarray(array.T), str(array.dtype))
+        return self.bb.emit(relax.op.permute_dims(matrix, [1, 0]))
+
+    def join(self, values: Sequence[relax.Expr], axis: int) -> relax.Expr:
+        """Concatenate values along an axis. The result for constants is a constant."""
+        if len(values) == 1:
+            return values[0]
+        arrays = [constant_value(value) for value in values]
+        if all(array is not None for array in arrays):
+            joined = np.concatenate(arrays, axis)  # pyright: ignore[reportCallIssue, reportArgumentType]
+            return relax.const(joined, str(joined.dtype))
+        return self.bb.emit(relax.op.concat(list(values), axis))
 
 
 # -- steps -----------------------------------------------------------------------------------------
 
 
 def step_lstm(
-    bb: relax.BlockBuilder,
-    direction: Direction,
-    gates: relax.Expr,
-    state: State,
-    attrs: dict[str, Any],
+    layer: Layer, direction: Direction, gates: relax.Expr, state: State
 ) -> Sequence[relax.Expr]:
     """i, o, f = f(gates + peepholes * c); c' = f * c + i * g(gates); h' = o * h(c')."""
-    hidden, cell = state
+    (hidden, cell), add, multiply = state, layer.add, layer.multiply
     inner, outer, last = direction.activations
     if hidden is not None:
-        gates = add(bb, gates, direction.recurrence[0](hidden))
-    before_in, before_out, before_forget, before_cell = split_gates(bb, gates, 4, direction.hidden)
+        gates = add(gates, direction.recurrence[0](hidden))
+    before_in, before_out, before_forget, before_cell = layer.split_gates(gates, 4)
     look = direction.peepholes
     if look and cell is not None:
-        before_in = add(bb, before_in, multiply(bb, cell, look[0]))
-        before_forget = add(bb, before_forget, multiply(bb, cell, look[2]))
+        before_in = add(before_in, multiply(cell, look[0]))
+        before_forget = add(before_forget, multiply(cell, look[2]))
     gate = inner(before_in)
-    new = multiply(bb, gate, outer(before_cell))
+    new = multiply(gate, outer(before_cell))
     if cell is not None:
-        forget = complement(bb, gate) if attrs.get("input_forget", 0) else inner(before_forget)
-        new = add(bb, multiply(bb, forget, cell), new)
+        is_coupled = layer.attrs.get("input_forget", 0)
+        forget = layer.complement(gate) if is_coupled else inner(before_forget)
+        new = add(multiply(forget, cell), new)
     if look:
-        before_out = add(bb, before_out, multiply(bb, new, look[1]))
-    return multiply(bb, inner(before_out), last(new)), new
+        before_out = add(before_out, multiply(new, look[1]))
+    return multiply(inner(before_out), last(new)), new
 
 
 def step_gru(
-    bb: relax.BlockBuilder,
-    direction: Direction,
-    gates: relax.Expr,
-    state: State,
-    attrs: dict[str, Any],
+    layer: Layer, direction: Direction, gates: relax.Expr, state: State
 ) -> Sequence[relax.Expr]:
     """z, r = f(gates); n = g(gates + r * h); h' = (1 - z) * n + z * h. The reset is before or after
     the product with R.
     """
-    (hidden,) = state
+    (hidden,), add, multiply = state, layer.add, layer.multiply
     inner, outer = direction.activations
-    update, reset, before = split_gates(bb, gates, 3, direction.hidden)
+    update, reset, before = layer.split_gates(gates, 3)
     if hidden is not None:
-        products = split_gates(
-            bb,
-            direction.recurrence[0](hidden),
-            2 if len(direction.recurrence) == 2 else 3,
-            direction.hidden,
-        )
-        update, reset = add(bb, update, products[0]), add(bb, reset, products[1])
+        count = 2 if len(direction.recurrence) == 2 else 3
+        products = layer.split_gates(direction.recurrence[0](hidden), count)
+        update, reset = add(update, products[0]), add(reset, products[1])
         if len(products) == 3:
-            product = add(bb, products[2], direction.hidden_bias)
-            before = add(bb, before, multiply(bb, inner(reset), product))
+            product = add(products[2], direction.hidden_bias)
+            before = add(before, multiply(inner(reset), product))
         else:
-            kept = multiply(bb, inner(reset), hidden)
-            before = add(bb, before, direction.recurrence[1](kept))
+            kept = multiply(inner(reset), hidden)
+            before = add(before, direction.recurrence[1](kept))
     elif direction.hidden_bias is not None:
-        before = add(bb, before, multiply(bb, inner(reset), direction.hidden_bias))
+        before = add(before, multiply(inner(reset), direction.hidden_bias))
     gate = inner(update)
-    new = multiply(bb, complement(bb, gate), outer(before))
-    return (new if hidden is None else add(bb, new, multiply(bb, gate, hidden)),)
+    new = multiply(layer.complement(gate), outer(before))
+    return (new if hidden is None else add(new, multiply(gate, hidden)),)
 
 
 def step_rnn(
-    bb: relax.BlockBuilder,
-    direction: Direction,
-    gates: relax.Expr,
-    state: State,
-    attrs: dict[str, Any],
+    layer: Layer, direction: Direction, gates: relax.Expr, state: State
 ) -> Sequence[relax.Expr]:
     """h' = f(gates)"""
     (hidden,) = state
     if hidden is not None:
-        gates = add(bb, gates, direction.recurrence[0](hidden))
+        gates = layer.add(gates, direction.recurrence[0](hidden))
     return (direction.activations[0](gates),)
-
-
-def compare_length(
-    bb: relax.BlockBuilder, lengths: relax.Expr, step: int, layout: int
-) -> relax.Expr:
-    """Return for each sample whether the step is inside its sequence: (1, batch, 1), or (batch, 1,
-    1).
-
-    Backwards, the steps after the end come first and leave the state unchanged.
-    """
-    array, axes = constant_value(lengths), [1, 2] if layout else [0, 2]
-    if array is not None:
-        return relax.const(np.expand_dims(step < array, axes), "bool")
-    inside = bb.emit(relax.op.greater(lengths, relax.const(step, str(lengths.ty.dtype))))
-    return bb.emit(relax.op.expand_dims(inside, axes))
-
-
-# -- small pieces ----------------------------------------------------------------------------------
-
-
-def add(bb: relax.BlockBuilder, left: relax.Expr, right: relax.Expr | None) -> relax.Expr:
-    """Emit left + right. left if right is None."""
-    return left if right is None else bb.emit(relax.op.add(left, right))
-
-
-def add_constants(bb: relax.BlockBuilder, left: relax.Expr, right: relax.Expr) -> relax.Expr:
-    """Emit left + right. The sum of constants is a constant."""
-    arrays = constant_value(left), constant_value(right)
-    if arrays[0] is None or arrays[1] is None:
-        return add(bb, left, right)
-    return relax.const(arrays[0] + arrays[1], str(arrays[0].dtype))
-
-
-def multiply(bb: relax.BlockBuilder, left: relax.Expr, right: relax.Expr) -> relax.Expr:
-    """Emit left * right."""
-    return bb.emit(relax.op.multiply(left, right))
-
-
-def complement(bb: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
-    """Emit 1 - value."""
-    return bb.emit(relax.op.subtract(relax.const(1.0, str(value.ty.dtype)), value))
-
-
-def choose(
-    bb: relax.BlockBuilder, condition: relax.Expr, left: relax.Expr, right: relax.Expr | None
-) -> relax.Expr:
-    """Emit left where the condition is true, else right. None is zero."""
-    other = relax.const(0.0, str(left.ty.dtype)) if right is None else right
-    return bb.emit(relax.op.where(condition, left, other))
-
-
-def split_gates(
-    bb: relax.BlockBuilder, gates: relax.Expr, count: int, size: int
-) -> list[relax.Expr]:
-    """Split the last of three axes into `count` parts of `size` elements."""
-    return [slice_element(bb, gates, k * size, 2, size) for k in range(count)]
-
-
-def cut(bb: relax.BlockBuilder, state: relax.Expr, at: int, layout: int) -> relax.Expr:
-    """Return one direction of a state. The axis is kept."""
-    shape = tensor_shape(state)
-    array = constant_value(state)
-    if array is not None:
-        return relax.const(np.take(array, [at], layout), str(array.dtype))
-    if shape is not None and shape[layout] == 1:
-        return state
-    return slice_element(bb, state, at, layout)
-
-
-def expand(bb: relax.BlockBuilder, value: relax.Expr, axis: int) -> relax.Expr:
-    """Insert an axis of size 1. A constant stays a constant."""
-    array = constant_value(value)
-    if array is not None:
-        return relax.const(np.expand_dims(array, axis), str(array.dtype))
-    return bb.emit(relax.op.expand_dims(value, axis))
-
-
-def slice_rows(bb: relax.BlockBuilder, matrix: relax.Expr, begin: int, end: int) -> relax.Expr:
-    """Return matrix[begin:end]. A constant stays a constant."""
-    array = constant_value(matrix)
-    if array is not None:
-        return relax.const(np.ascontiguousarray(array[begin:end]), str(array.dtype))
-    return slice_element(bb, matrix, begin, 0, end - begin)
-
-
-def transpose(bb: relax.BlockBuilder, matrix: relax.Expr) -> relax.Expr:
-    """Transpose the matrix. A constant stays a constant."""
-    array = constant_value(matrix)
-    if array is not None:
-        return relax.const(np.ascontiguousarray(array.T), str(array.dtype))
-    return bb.emit(relax.op.permute_dims(matrix, [1, 0]))
-
-
-def join(bb: relax.BlockBuilder, values: Sequence[relax.Expr], axis: int) -> relax.Expr:
-    """Concatenate values along an axis. The result for constants is a constant."""
-    if len(values) == 1:
-        return values[0]
-    arrays = [constant_value(value) for value in values]
-    if all(array is not None for array in arrays):
-        joined = np.concatenate(arrays, axis)  # pyright: ignore[reportCallIssue, reportArgumentType]
-        return relax.const(joined, str(joined.dtype))
-    return bb.emit(relax.op.concat(list(values), axis))
 
 
 LSTM = Cell(4, ("Sigmoid", "Tanh", "Tanh"), 2, step_lstm, qnn.lstm)
