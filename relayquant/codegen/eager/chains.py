@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tvm import relax, tirx
+from tvm import relax
 from tvm.ir import Call
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
-from relayquant.codegen.kernels.emit import broadcast, build_kernel, load_vector, store_vector
-from relayquant.codegen.kernels.floating.tile import Expr, FloatIsa, declare_arguments
+from relayquant.codegen.eager.rows import make_each
+from relayquant.codegen.kernels.emit import broadcast
+from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
 from relayquant.ir.rewrite.expressions import is_float32, op_name, read_scalar, same_type
 
 #: Operators in a chain, at least. A kernel saves the passes between them.
@@ -53,32 +54,21 @@ class Chain:
 
 
 def make_chain(spec: Chain, isa: FloatIsa, name: str) -> PrimFunc:
-    """Make PrimFunc(x (n, 1), numbers (m,), y (n, 1)), float32. n is an argument of the compiled
-    kernel.
-    """
-    size = tirx.Var("n", "int64")
+    """Make PrimFunc(x (n, 1), numbers (m,), y (n, 1)), as `make_each` does."""
     count = sum(is_index(each) for _, operands in spec.links for each in operands)
 
-    def body() -> None:
-        x, numbers, y = declare_arguments(("x", (size, 1)), ("numbers", (count,)), ("y", (size, 1)))
+    def compute(data: Expr, width: int, numbers: Buffer) -> Expr:
+        last = data
+        for operator, operands in spec.links:
+            known = {DATA: data, LAST: last}
+            values = [
+                broadcast(numbers[each], width) if is_index(each) else known[each]
+                for each in operands
+            ]
+            last = T.bind(LINKS[operator](*values))
+        return last
 
-        def emit(offset: Expr, width: int) -> None:
-            data = last = T.bind(load_vector(x, offset, width))
-            for operator, operands in spec.links:
-                known = {DATA: data, LAST: last}
-                values = [
-                    broadcast(numbers[each], width) if is_index(each) else known[each]
-                    for each in operands
-                ]
-                last = T.bind(LINKS[operator](*values))
-            store_vector(y, last, offset, width)
-
-        with T.serial(T.floordiv(size, isa.lanes)) as index:
-            emit(index * isa.lanes, isa.lanes)
-        with T.serial(T.floormod(size, isa.lanes)) as index:
-            emit(size - 1 - index, 1)
-
-    return build_kernel(name, body)
+    return make_each(compute, isa, name, ("numbers", (count,)))
 
 
 def is_index(operand: str | int) -> bool:

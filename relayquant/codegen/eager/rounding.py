@@ -8,69 +8,42 @@ This is simulated_quantize and then simulated_dequantize, in float32, rounding h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from tvm import relax, tirx
+from tvm import relax
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
-from relayquant.base.runtime import (
-    align_array,
-    empty_aligned,
-    find_memory_axes,
-    invert_axes,
-    view_aligned,
-)
+from relayquant.base.runtime import empty_aligned, view_aligned
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import Operand, Variable
-from relayquant.codegen.kernels.emit import broadcast, build_kernel, load_vector, store_vector
-from relayquant.codegen.kernels.floating.tile import Expr, FloatIsa, declare_arguments
+from relayquant.codegen.eager.rows import EachValue, make_each, run_rows
+from relayquant.codegen.kernels.emit import broadcast
+from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
 from relayquant.ir.reference.affine import SIMULATED_RANGES
 from relayquant.ir.reference.frame import Frame
 
-#: entries of the kernel's `parameters`
-SCALE, ZERO_POINT, LOW, HIGH = range(4)
 
-
-@dataclass(frozen=True)
-class FloatRound:
-    """The rounding of n float32 values. n is an argument of the compiled kernel."""
-
-
-def make_round(spec: FloatRound, isa: FloatIsa, name: str = "float_round") -> PrimFunc:
-    """Make PrimFunc(x (n,), parameters (4,), y (n,)), float32.
+def make_round(spec: EachValue, isa: FloatIsa, name: str) -> PrimFunc:
+    """Make PrimFunc(x (n, 1), parameters (4,), y (n, 1)), as `make_each` does.
 
     `parameters` holds scale, zero point, low and high.
     """
-    lanes = isa.lanes
-    size = tirx.Var("n", "int64")
 
-    def body() -> None:
-        x, parameters, y = declare_arguments(("x", (size,)), ("parameters", (4,)), ("y", (size,)))
+    def compute(value: Expr, width: int, parameters: Buffer) -> Expr:
+        scale, zero_point, low, high = (broadcast(parameters[i], width) for i in range(4))
+        level = T.nearbyint(value / scale)
+        # NaN becomes the zero point.
+        level = T.Select(T.isnan(level), broadcast(T.float32(0), width), level)
+        level = T.max(T.min(level + zero_point, high), low)
+        return (level - zero_point) * scale
 
-        def emit(offset: Expr, width: int) -> None:
-            def read(entry: int) -> Expr:
-                return broadcast(parameters[entry], width)
-
-            level = T.nearbyint(load_vector(x, offset, width) / read(SCALE))
-            # NaN becomes the zero point.
-            level = T.Select(T.isnan(level), broadcast(T.float32(0), width), level)
-            level = level + read(ZERO_POINT)
-            level = T.max(T.min(level, read(HIGH)), read(LOW))
-            store_vector(y, (level - read(ZERO_POINT)) * read(SCALE), offset, width)
-
-        with T.serial(T.floordiv(size, lanes)) as index:
-            emit(index * lanes, lanes)
-        with T.serial(T.floormod(size, lanes)) as index:
-            emit(size - 1 - index, 1)
-
-    return build_kernel(name, body)
+    return make_each(compute, isa, name, ("parameters", (4,)))
 
 
-ROUND = KernelKey(make_round, FloatRound())
+ROUND = KernelKey(make_round, EachValue())
 
 
 class RoundingStep:
@@ -103,13 +76,7 @@ class RoundingStep:
         if parameters is None:
             frame.values[self.result] = data
             return
-        axes = find_memory_axes(data)
-        flat = align_array(data.transpose(axes))
-        rounded = empty_aligned(flat.shape, "float32")
-        if flat.size:
-            x, y = view_aligned(flat.reshape(-1)), view_aligned(rounded.reshape(-1))
-            self.kernel(x, parameters, y)
-        frame.values[self.result] = rounded.transpose(invert_axes(axes))
+        frame.values[self.result] = run_rows(self.kernel, 1, data, [parameters])
 
     def find_parameters(self, frame: Frame) -> Any:
         """Return the kernel's parameters as a tensor. None if values pass through.

@@ -112,16 +112,22 @@ def emit_sigmoid(value: Expr, width: int) -> Expr:
     return T.Select(value < zero, power, one) / (one + power)
 
 
-def make_each(function: Callable[[Expr, int], Expr], isa: FloatIsa, name: str) -> PrimFunc:
-    """Make PrimFunc(x (n, 1), y (n, 1)) that computes a function of (vector, its lanes)."""
+def make_each(
+    function: Callable[..., Expr], isa: FloatIsa, name: str, *factors: tuple[str, tuple[int, ...]]
+) -> PrimFunc:
+    """Make PrimFunc(x (n, 1), *factors, y (n, 1)), float32, that computes a function of each value.
+
+    n is an argument of the compiled kernel. `function` takes a vector, its lanes and the factors,
+    which are given by name and shape.
+    """
     size = tirx.Var("n", "int64")
 
     def body() -> None:
-        x, y = declare_arguments(("x", (size, 1)), ("y", (size, 1)))
+        x, *given, y = declare_arguments(("x", (size, 1)), *factors, ("y", (size, 1)))
 
         def emit(offset: Expr, width: int) -> None:
             value = T.bind(load_vector(x, offset, width))
-            store_vector(y, function(value, width), offset, width)
+            store_vector(y, function(value, width, *given), offset, width)
 
         with T.serial(T.floordiv(size, isa.lanes)) as index:
             emit(index * isa.lanes, isa.lanes)
@@ -166,12 +172,17 @@ class RowStep:
     def run(self, frame: Frame) -> None:
         """Compute the result."""
         data = self.data.read(frame)
-        axes = find_memory_axes(data) if self.width == 1 else tuple(range(data.ndim))
-        data = align_array(data.transpose(axes))
-        result = empty_aligned(data.shape, "float32")
-        if result.size:
-            self.kernel(self.view(data), *self.factors, self.view(result))
-        frame.values[self.result] = result.transpose(invert_axes(axes))
+        frame.values[self.result] = run_rows(self.kernel, self.width, data, self.factors)
 
-    def view(self, array: np.ndarray) -> Any:
-        return view_aligned(array.reshape(-1, self.width))
+
+def run_rows(
+    kernel: Callable[..., None], width: int, data: np.ndarray, factors: Sequence[Any]
+) -> np.ndarray:
+    """Run the kernel of a `RowStep` on float32 data. `factors` are tensors."""
+    axes = find_memory_axes(data) if width == 1 else tuple(range(data.ndim))
+    data = align_array(data.transpose(axes))
+    result = empty_aligned(data.shape, "float32")
+    if result.size:
+        x, y = (view_aligned(array.reshape(-1, width)) for array in (data, result))
+        kernel(x, *factors, y)
+    return result.transpose(invert_axes(axes))
