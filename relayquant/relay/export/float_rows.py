@@ -4,6 +4,7 @@ share.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,15 +98,6 @@ def permute_weight(site: ExportSite, order: tuple[int, ...]) -> syntax.Expr:
     return site.op("transpose", site.args[1], axes=order)
 
 
-def conv(name: str) -> Export:
-    def export(site: ExportSite) -> syntax.Expr:
-        kernel, attrs = conv_kernel(site)
-        attrs["out_dtype"] = attrs["out_dtype"] if attrs["out_dtype"] != "float32" else ""
-        return site.op(name, site.args[0], kernel, **attrs)
-
-    return export
-
-
 def transposed_kernel(site: ExportSite) -> tuple[syntax.Expr, dict[str, Any]]:
     """Return (kernel, attributes) of a transposed convolution: IOHW, also for NHWC data, or IOW."""
     layout = str(site.attrs.kernel_layout)
@@ -115,9 +107,13 @@ def transposed_kernel(site: ExportSite) -> tuple[syntax.Expr, dict[str, Any]]:
     return permute_weight(site, order), attrs
 
 
-def transposed_conv(name: str) -> Export:
+def conv(
+    name: str, find: Callable[[ExportSite], tuple[syntax.Expr, dict[str, Any]]] = conv_kernel
+) -> Export:
+    """Write a convolution of floats with the kernel and the attributes that `find` returns."""
+
     def export(site: ExportSite) -> syntax.Expr:
-        kernel, attrs = transposed_kernel(site)
+        kernel, attrs = find(site)
         attrs["out_dtype"] = attrs["out_dtype"] if attrs["out_dtype"] != "float32" else ""
         if attrs["kernel_layout"] == "IOW" and site.release < IOW_SINCE:
             attrs["kernel_layout"] = "OIW"
@@ -172,15 +168,23 @@ def export_matmul(site: ExportSite) -> syntax.Expr:
         return found if len(left) == 2 else site.reshape(found, site.out_dims())
     if len(left) == len(right) == 2:
         return site.op("nn.matmul", *site.args, units=known_size(right[1]), out_dtype=kind)
+    return multiply_batches(site, "nn.batch_matmul", site.args, out_dtype=kind)
+
+
+def multiply_batches(
+    site: ExportSite, name: str, operands: Sequence[syntax.Expr], **attrs: Any
+) -> syntax.Expr:
+    """Emit a product of matrices that are stacked alike, as one with 3 axes."""
+    left, right = site.in_dims(0), site.in_dims(1)
     if len(left) < 3 or left[:-2] != right[:-2]:
         raise ModelError(
             f"a product of shapes {left} and {right} has no form in Relay", code="RQ203"
         )
-    operands = [
+    stacks = [
         arg if len(shape) == 3 else site.reshape(arg, (-1, *shape[-2:]))
-        for arg, shape in zip(site.args, (left, right), strict=True)
+        for arg, shape in zip(operands[:2], (left, right), strict=True)
     ]
-    found = site.op("nn.batch_matmul", *operands, out_dtype=kind)
+    found = site.op(name, *stacks, *operands[2:], **attrs)
     return found if len(left) == 3 else site.reshape(found, site.out_dims())
 
 
@@ -252,32 +256,22 @@ def softmax(name: str) -> Export:
 
 
 def export_batch_norm(site: ExportSite) -> syntax.Expr:
-    attrs = site.attrs
-    if attrs.training:
+    if site.attrs.training:
         raise ModelError("it is a batch norm in training mode", code="RQ203")
-    return site.op(
-        "nn.batch_norm",
-        *site.args,
-        axis=int(attrs.axis),
-        epsilon=float(attrs.epsilon),
-        center=bool(attrs.center),
-        scale=bool(attrs.scale),
-    )
+    return write_norm(site, "nn.batch_norm", int(site.attrs.axis))
 
 
 def export_layer_norm(site: ExportSite) -> syntax.Expr:
-    attrs = site.attrs
-    axes = ints(attrs.axes)
+    axes = ints(site.attrs.axes)
     if len(axes) != 1:
         raise ModelError(f"it normalizes over axes {axes}, Relay over one", code="RQ203")
-    return site.op(
-        "nn.layer_norm",
-        *site.args,
-        axis=axes[0],
-        epsilon=float(attrs.epsilon),
-        center=bool(attrs.center),
-        scale=bool(attrs.scale),
-    )
+    return write_norm(site, "nn.layer_norm", axes[0])
+
+
+def write_norm(site: ExportSite, name: str, axis: int) -> syntax.Expr:
+    attrs = site.attrs
+    switches = {each: bool(getattr(attrs, each)) for each in ("center", "scale")}
+    return site.op(name, *site.args, axis=axis, epsilon=float(attrs.epsilon), **switches)
 
 
 def number_of(value: Any) -> float:
@@ -500,8 +494,8 @@ FLOAT_EXPORTS: Exports = {
     "relax.nn.conv1d": conv("nn.conv1d"),
     "relax.nn.conv2d": conv("nn.conv2d"),
     "relax.nn.conv3d": conv("nn.conv3d"),
-    "relax.nn.conv1d_transpose": transposed_conv("nn.conv1d_transpose"),
-    "relax.nn.conv2d_transpose": transposed_conv("nn.conv2d_transpose"),
+    "relax.nn.conv1d_transpose": conv("nn.conv1d_transpose", transposed_kernel),
+    "relax.nn.conv2d_transpose": conv("nn.conv2d_transpose", transposed_kernel),
     "relax.add": export_add,
     "relax.matmul": export_matmul,
     "relax.nn.max_pool1d": max_pool("nn.max_pool1d"),

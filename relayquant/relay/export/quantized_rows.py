@@ -24,7 +24,7 @@ from relayquant.relay.export.affine import (
 )
 from relayquant.relay.export.averages import export_avg_pool2d, export_mean
 from relayquant.relay.export.base import Exports, ExportSite, ints
-from relayquant.relay.export.float_rows import conv_kernel, transposed_kernel
+from relayquant.relay.export.float_rows import conv_kernel, multiply_batches, transposed_kernel
 from relayquant.relay.export.sums import add_exactly, binary, multiply_exactly, sum_nearly
 
 #: dtypes of data that QNN's matrix products support in all releases
@@ -179,20 +179,11 @@ def subtract_zero_points(site: ExportSite) -> tuple[syntax.Expr, ...]:
 
 
 def export_batch_matmul(site: ExportSite) -> syntax.Expr:
-    left, right = site.in_dims(0), site.in_dims(1)
-    if len(left) < 3 or left[:-2] != right[:-2]:
-        raise ModelError(
-            f"a product of shapes {left} and {right} has no form in Relay", code="RQ203"
-        )
-    name, given = "qnn.batch_matmul", site.args
+    name, operands = "qnn.batch_matmul", site.args
     if not {site.dtype(0), site.dtype(1)} <= set(BYTES):
-        name, given = "nn.batch_matmul", subtract_zero_points(site)
-    operands = [
-        arg if len(shape) == 3 else site.reshape(arg, (-1, *shape[-2:]))
-        for arg, shape in zip(given[:2], (left, right), strict=True)
-    ]
-    found = site.op(name, *operands, *given[2:], out_dtype=sum_dtype(site), transpose_b=True)
-    return found if len(left) == 3 else site.reshape(found, site.out_dims())
+        name, operands = "nn.batch_matmul", subtract_zero_points(site)
+    kind = sum_dtype(site)
+    return multiply_batches(site, name, operands, out_dtype=kind, transpose_b=True)
 
 
 # -- elementwise -----------------------------------------------------------------------------------

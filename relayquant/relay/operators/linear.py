@@ -132,11 +132,15 @@ def ungroup_weight(
     return site.reshape(weight, [*sizes[:out_axis], 1, total]), layout[:out_axis] + "IO"
 
 
-def check_channels(site: Site, weight: relax.Expr, layout: str) -> None:
-    """Raise if the attributes contradict the weight. Only the weight is used."""
+def check_channels(site: Site, weight: relax.Expr, layout: str, groups: int = 1) -> None:
+    """Raise if the attributes contradict the weight. Only the weight is used.
+
+    `groups`: how often it has the output channels of the kernel.
+    """
     shape = site.dims(weight)
     channels, kernel = site.attrs["channels"], site.attrs["kernel_size"]
     found = shape[layout.index("O")]
+    found = found * groups if isinstance(found, int) else found
     if channels is not None and found != channels:
         raise ModelError(
             f"attribute channels is {channels}, but the weight has "
@@ -207,7 +211,7 @@ def transposed_operands(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, 
             code="RQ202",
         )
     kernel_layout = find_transposed_layout(site, data, weight, rank)
-    check_transposed_channels(site, weight, kernel_layout)
+    check_channels(site, weight, kernel_layout, attrs["groups"])
     if min(attrs["output_padding"]) < 0:
         raise ModelError(
             f"attribute output_padding is {attrs['output_padding']}; allowed: from 0.", code="RQ202"
@@ -246,25 +250,6 @@ def find_transposed_layout(site: Site, data: relax.Expr, weight: relax.Expr, ran
         return "IOW"  # in every release, under different names
     is_oihw = not site.is_since(KERNEL_DEFAULT, what) and site.is_since(KERNEL_LETTERS[rank], what)
     return "OIHW" if is_oihw else "IOHW"
-
-
-def check_transposed_channels(site: Site, weight: relax.Expr, layout: str) -> None:
-    """Raise if the attributes contradict the weight. Only the weight is used."""
-    shape, attrs = site.dims(weight), site.attrs
-    found = shape[layout.index("O")]
-    if isinstance(found, int) and attrs["channels"] not in (None, found * attrs["groups"]):
-        raise ModelError(
-            f"attribute channels is {attrs['channels']}, but the weight has "
-            f"{format_count(found * attrs['groups'], 'output channel')}.",
-            code="RQ202",
-        )
-    window = tuple(size for size, axis in zip(shape, layout, strict=True) if axis not in "OI")
-    if attrs["kernel_size"] is not None and window != tuple(attrs["kernel_size"]):
-        raise ModelError(
-            f"attribute kernel_size is {attrs['kernel_size']}, but the weight's window is "
-            f"{window}.",
-            code="RQ202",
-        )
 
 
 def transposed(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site], relax.Expr]:
@@ -321,10 +306,10 @@ def check_units(site: Site, weight: relax.Expr) -> None:
         )
 
 
-def convert_matmul(site: Site) -> relax.Expr:
+def convert_matmul(site: Site, *, is_old: bool = False) -> relax.Expr:
     left, right, attrs = site.tensor(0), site.tensor(1), site.attrs
     left = swap_last(site, left) if attrs["transpose_a"] else left
-    right = swap_last(site, right) if attrs["transpose_b"] else right
+    right = swap_last(site, right) if attrs["transpose_b"] or is_old else right
     return op.matmul(left, right, attrs["out_dtype"] or None)
 
 
@@ -334,11 +319,7 @@ def convert_batch_matmul(site: Site) -> relax.Expr:
     Before TVM 0.9 it had no attributes and y was transposed. If the source has no attribute, the
     shapes decide, or else the release. An unknown release counts as a later one.
     """
-    left, right, attrs = site.tensor(0), site.tensor(1), site.attrs
-    transposed_right = attrs["transpose_b"] or is_old_batch_matmul(site)
-    left = swap_last(site, left) if attrs["transpose_a"] else left
-    right = swap_last(site, right) if transposed_right else right
-    return op.matmul(left, right, attrs["out_dtype"] or None)
+    return convert_matmul(site, is_old=site.attrs["transpose_b"] or is_old_batch_matmul(site))
 
 
 def is_old_batch_matmul(site: Site) -> bool:

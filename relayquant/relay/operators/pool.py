@@ -282,60 +282,41 @@ def norm_attrs(axis: int) -> dict[str, Any]:
     }
 
 
+def norm_keywords(site: Site) -> dict[str, Any]:
+    """Return the keywords that all norms have."""
+    return {name: site.attrs[name] for name in ("epsilon", "center", "scale")}
+
+
 def batch_norm(site: Site) -> relax.Expr:
     """Convert batch_norm in inference to a tuple (result, mean, variance), as in Relay."""
-    data, attrs = site.tensor(0), site.attrs
-    return op.nn.batch_norm(
-        data,
-        *(site.tensor(i) for i in range(1, 5)),
-        axis=site.axis(attrs["axis"], site.ndim(data)),
-        epsilon=attrs["epsilon"],
-        center=attrs["center"],
-        scale=attrs["scale"],
-        training=False,
-    )
+    operands = [site.tensor(i) for i in range(5)]
+    axis = site.axis(site.attrs["axis"], site.ndim(operands[0]))
+    return op.nn.batch_norm(*operands, axis=axis, **norm_keywords(site), training=False)
 
 
 def layer_norm(site: Site) -> relax.Expr:
-    attrs = site.attrs
-    axis = site.axis(attrs["axis"], site.ndim(site.tensor(0)))
-    return op.nn.layer_norm(
-        *(site.tensor(i) for i in range(3)),
-        axes=[axis],
-        epsilon=attrs["epsilon"],
-        center=attrs["center"],
-        scale=attrs["scale"],
-    )
+    operands = [site.tensor(i) for i in range(3)]
+    axis = site.axis(site.attrs["axis"], site.ndim(operands[0]))
+    return op.nn.layer_norm(*operands, axes=[axis], **norm_keywords(site))
+
+
+def channel_norm(function: Callable[..., relax.Expr], *more: str) -> Callable[[Site], relax.Expr]:
+    """Convert a norm of all axes but batch and channels, with these attributes too."""
+
+    def convert(site: Site) -> relax.Expr:
+        keywords = {name: site.attrs[name] for name in more} | norm_keywords(site)
+        operands = [site.tensor(i) for i in range(3)]
+        ndim = site.ndim(operands[0])
+        axis = site.axis(site.attrs["axis"], ndim)
+        axes = [i for i in range(1, ndim) if i != axis]
+        return function(*operands, channel_axis=axis, axes=axes, **keywords)
+
+    return convert
 
 
 def group_norm(site: Site) -> relax.Expr:
-    attrs = site.attrs
-    check_positive("num_groups", (attrs["num_groups"],))
-    ndim = site.ndim(site.tensor(0))
-    axis = site.axis(attrs["axis"], ndim)
-    return op.nn.group_norm(
-        *(site.tensor(i) for i in range(3)),
-        num_groups=attrs["num_groups"],
-        channel_axis=axis,
-        axes=[i for i in range(1, ndim) if i != axis],
-        epsilon=attrs["epsilon"],
-        center=attrs["center"],
-        scale=attrs["scale"],
-    )
-
-
-def instance_norm(site: Site) -> relax.Expr:
-    attrs = site.attrs
-    ndim = site.ndim(site.tensor(0))
-    axis = site.axis(attrs["axis"], ndim)
-    return op.nn.instance_norm(
-        *(site.tensor(i) for i in range(3)),
-        channel_axis=axis,
-        axes=[i for i in range(1, ndim) if i != axis],
-        epsilon=attrs["epsilon"],
-        center=attrs["center"],
-        scale=attrs["scale"],
-    )
+    check_positive("num_groups", (site.attrs["num_groups"],))
+    return channel_norm(op.nn.group_norm, "num_groups")(site)
 
 
 def softmax(function: Callable[..., relax.Expr]) -> Callable[[Site], relax.Expr]:
@@ -377,7 +358,7 @@ POOL_OPS: tuple[RelayOp, ...] = (
     RelayOp("nn.batch_norm", 5, batch_norm, norm_attrs(1)),
     RelayOp("nn.layer_norm", 3, layer_norm, norm_attrs(-1)),
     RelayOp("nn.group_norm", 3, group_norm, {"num_groups": integer(0), **norm_attrs(1)}),
-    RelayOp("nn.instance_norm", 3, instance_norm, norm_attrs(1)),
+    RelayOp("nn.instance_norm", 3, channel_norm(op.nn.instance_norm), norm_attrs(1)),
     RelayOp("nn.softmax", 1, softmax(op.nn.softmax), {"axis": integer(-1)}),
     RelayOp("nn.fast_softmax", 1, softmax(op.nn.softmax), {"axis": integer(-1)}),
     RelayOp("nn.log_softmax", 1, softmax(op.nn.log_softmax), {"axis": integer(-1)}),
