@@ -22,6 +22,7 @@ from relayquant.base.arguments import check_arguments, check_fields
 from relayquant.errors import ModelError, format_count
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.entry import attach_attrs, find_attrs
+from relayquant.ir.rewrite.function import add_functions
 from relayquant.ir.rewrite.graph import iterate_results, result_expr
 
 #: Attribute of the model function, or of a module with several: JSON text, a list of values.
@@ -116,12 +117,12 @@ def with_state(mod: tvm.IRModule, values: Sequence[StateValue]) -> tvm.IRModule:
             )
     if values:
         return attach_attrs(mod, {STATE_ATTR: json.dumps([to_plain(each) for each in values])})
-    changed = mod.without_attr(STATE_ATTR)
-    for gvar, func in mod.functions_items():
-        if STATE_ATTR in (func.attrs or {}):
-            changed = tvm.IRModule(dict(changed.functions_items()), attrs=changed.attrs)
-            changed[gvar] = func.without_attr(STATE_ATTR)
-    return changed
+    cleared = {
+        gvar: func.without_attr(STATE_ATTR)
+        for gvar, func in mod.functions_items()
+        if STATE_ATTR in (func.attrs or {})
+    }
+    return add_functions(mod.without_attr(STATE_ATTR), cleared)
 
 
 @check_arguments

@@ -18,6 +18,7 @@ from relayquant.base.runtime import view_constant
 from relayquant.codegen.kernels.expansion import Expanded, build_expansion
 from relayquant.codegen.kernels.floating.convolution import winograd as floating
 from relayquant.codegen.kernels.integer.convolution import winograd as integer
+from relayquant.ir.rewrite.function import add_functions, map_functions
 from relayquant.ir.rewrite.graph import call_name
 
 #: Frees a value after its last use. Constants are not freed.
@@ -46,12 +47,7 @@ def read_expansion(expr: relax.Expr) -> Expanded | None:
 
 def expand_weights(mod: tvm.IRModule) -> tvm.IRModule:
     """Replace the calls of a lowered module that expand weights by constants."""
-    mutator = ExpansionCalls(mod)
-    functions = {
-        gvar: mutator.visit_expr(func) if isinstance(func, relax.Function) else func
-        for gvar, func in mod.functions_items()
-    }
-    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    return map_functions(mod, ExpansionCalls(mod).visit_expr)
 
 
 @relax.expr_functor.mutator
@@ -92,7 +88,7 @@ def add_expanders(mod: tvm.IRModule) -> tvm.IRModule:
         if isinstance(func, relax.Function):
             relax.analysis.post_order_visit(func, visit)
     added = {tvm.ir.GlobalVar(name): build_expansion(EXPANSIONS[name]) for name in sorted(found)}
-    return tvm.IRModule({**dict(mod.functions_items()), **added}, attrs=mod.attrs)
+    return add_functions(mod, added)
 
 
 #: `expand_weights` as a pass.

@@ -5,7 +5,7 @@ This is TVM's own pipeline without passes and argument checks that kernels do no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +18,7 @@ from tvm.tirx.compilation_pipeline import get_tir_pipeline, register_tir_pipelin
 from relayquant.codegen.checks.inputs import IS_INNER
 from relayquant.codegen.library.position_divisions import divide_positions
 from relayquant.ir.dialect.cost import MACS_ATTR
+from relayquant.ir.rewrite.function import take_functions
 
 #: Name of the pipeline. TVM accepts a pipeline of kernels only by name.
 KERNEL_PIPELINE = "relayquant"
@@ -86,11 +87,6 @@ def split_functions(
     for gv, func in mod.functions.items():
         (chosen if belongs(func) else others)[gv] = func
     return chosen, others
-
-
-def take_functions(mod: tvm.IRModule, functions: Mapping[GlobalVar, BaseFunc]) -> tvm.IRModule:
-    """Make a module with only these functions."""
-    return tvm.IRModule(dict(functions), attrs=mod.attrs, global_infos=mod.global_infos)
 
 
 def drop_entry(func: BaseFunc) -> BaseFunc:

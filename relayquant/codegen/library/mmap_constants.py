@@ -54,6 +54,7 @@ from relayquant.codegen.library.expanded_weights import expand_weights, read_exp
 from relayquant.codegen.library.linking import choose_linker, linking
 from relayquant.codegen.library.llvm_text import escape, quote
 from relayquant.errors import ConfigError
+from relayquant.ir.rewrite.function import map_functions
 
 #: Smallest size in bytes of a large constant. Asking for one takes some 100 nanoseconds, a
 #: hundredth of the time a kernel needs to read it.
@@ -231,12 +232,7 @@ def call_provider(mod: tvm.IRModule, constants: Mapping[int, Large]) -> tvm.IRMo
     Constants are numbered in their order.
     """
     numbers = {key: i for i, key in enumerate(constants)}
-    mutator = ProviderCalls(mod, numbers)
-    functions = {
-        gvar: mutator.visit_expr(func) if isinstance(func, relax.Function) else func
-        for gvar, func in mod.functions_items()
-    }
-    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    return map_functions(mod, ProviderCalls(mod, numbers).visit_expr)
 
 
 @relax.expr_functor.mutator

@@ -19,7 +19,7 @@ from tvm.target import Target
 
 from relayquant.base.runtime import DESCRIPTION, INITIAL_STATE
 from relayquant.codegen.kernels.emit import IS_SCHEDULED
-from relayquant.ir.rewrite.function import define_function
+from relayquant.ir.rewrite.function import add_functions, define_function
 from relayquant.ir.state import StatePlace, StateValue
 
 
@@ -56,8 +56,7 @@ def add_state_functions(
                 relax.transform.AttachGlobalSymbol(),
             ]
         )(mod)
-    functions = {**dict(lowered.functions_items()), **dict(mod.functions_items())}
-    return tvm.IRModule(functions, attrs=lowered.attrs, global_infos=lowered.global_infos)
+    return add_functions(lowered, dict(mod.functions_items()))
 
 
 def describe_state(

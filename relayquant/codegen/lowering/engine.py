@@ -26,11 +26,10 @@ from relayquant.codegen.kernels.expansion import Expanded
 from relayquant.codegen.kernels.in_place import can_overwrite, overwrite_operand
 from relayquant.codegen.library.expanded_weights import call_expansion
 from relayquant.ir.dialect.cost import MACS_ATTR, count_macs
+from relayquant.ir.dialect.loops import OPAQUE
 from relayquant.ir.rewrite.expressions import FunctionGraph, list_reads, op_name
+from relayquant.ir.rewrite.function import add_functions
 from relayquant.ir.rewrite.rule import OnSkip, Rule, fire_first, log_skip, select_rules
-
-#: relax::OpPatternKind::kOpaque: FuseOps must not fuse anything into a finished kernel.
-OPAQUE = 8
 
 #: An operand of a kernel: a value of the graph, or a constant made for the kernel.
 Operand = relax.Expr | np.ndarray | Expanded
@@ -102,13 +101,12 @@ class Lowered:
 
 def mark_opaque(mod: IRModule, names: Collection[str]) -> IRModule:
     """Mark functions that FuseOps must not fuse with anything. The same module without names."""
-    if not names:
-        return mod
-    functions = {
-        gv: func.with_attr("op_pattern", OPAQUE) if gv.name_hint in names else func
+    marked = {
+        gv: func.with_attr("op_pattern", OPAQUE)
         for gv, func in mod.functions.items()
+        if gv.name_hint in names
     }
-    return IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    return add_functions(mod, marked) if marked else mod
 
 
 def mark_kernel(func: PrimFunc, macs: int) -> BaseFunc:

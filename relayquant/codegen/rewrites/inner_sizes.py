@@ -14,6 +14,7 @@ from tvm import relax, tirx
 from tvm.ir import Call
 
 from relayquant.ir.rewrite.expressions import list_bindings
+from relayquant.ir.rewrite.function import map_functions
 from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.rewrite.inline import list_dimensions
 
@@ -30,15 +31,12 @@ class InnerSize:
 
 def settle_inner_sizes(mod: tvm.IRModule) -> tvm.IRModule:
     """Give symbolic sizes of inputs the numbers of the products that need them."""
-    settled: dict[Any, Any] = {}
-    for var, func in mod.functions_items():
-        if isinstance(func, relax.Function) and (found := list(list_inner_sizes(func))):
-            numbers = {each.size: tirx.const(each.number, "int64") for each in found}
-            settled[var] = func.bind_symbolic_vars(numbers)
-    if not settled:
-        return mod
-    functions = {**dict(mod.functions_items()), **settled}
-    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+    def settle(func: relax.Function) -> relax.Function:
+        numbers = {each.size: tirx.const(each.number, "int64") for each in list_inner_sizes(func)}
+        return func.bind_symbolic_vars(numbers) if numbers else func
+
+    return map_functions(mod, settle)
 
 
 def describe_conflict(mod: tvm.IRModule) -> str:

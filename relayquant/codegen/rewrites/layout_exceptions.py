@@ -15,6 +15,7 @@ from tvm.ir import Call, IRModule, Op, Type
 from relayquant.codegen.lowering.floating import read_conv2d_transpose
 from relayquant.ir.rewrite.casts import CALL_PACKED, hide_cast, show_cast
 from relayquant.ir.rewrite.expressions import is_float32, op_name, read_scalar
+from relayquant.ir.rewrite.function import map_functions
 from relayquant.ir.rewrite.rule import Skip
 
 #: binding -> its replacements, in order; the last one binds the same variable
@@ -178,20 +179,20 @@ def turn_resize(binding: relax.Binding) -> Sequence[relax.Binding]:
 
 def rewrite_bindings(mod: IRModule, rewrite: Rewrite) -> IRModule:
     """Replace every binding in a dataflow block by the bindings that `rewrite` returns."""
-    functions = {}
-    for gvar, func in mod.functions_items():
-        if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
-            blocks = [
-                relax.DataflowBlock([new for old in block.bindings for new in rewrite(old)])
-                if isinstance(block, relax.DataflowBlock)
-                else block
-                for block in func.body.blocks
-            ]
-            body = relax.SeqExpr(blocks, func.body.body)
-            func = relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
-        functions[gvar] = func
-    rewritten = IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
-    return relax.transform.Normalize()(rewritten)
+
+    def change(func: relax.Function) -> relax.Function:
+        if not isinstance(func.body, relax.SeqExpr):
+            return func
+        blocks = [
+            relax.DataflowBlock([new for old in block.bindings for new in rewrite(old)])
+            if isinstance(block, relax.DataflowBlock)
+            else block
+            for block in func.body.blocks
+        ]
+        body = relax.SeqExpr(blocks, func.body.body)
+        return relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
+
+    return relax.transform.Normalize()(map_functions(mod, change))
 
 
 def rebind(binding: relax.Binding, value: relax.Expr) -> relax.Binding:

@@ -14,6 +14,7 @@ from tvm.ir import Call
 
 from relayquant.codegen.legalization.reductions import find_axes, refuse_nothing
 from relayquant.ir.rewrite.expressions import shape_of
+from relayquant.ir.rewrite.function import mutate_functions
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype
 
 SCANS = ("relax.cumsum", "relax.cumprod")
@@ -25,13 +26,7 @@ def order_values(mod: tvm.IRModule) -> tvm.IRModule:
     Raises:
         ModelError: a median is over an axis of size 0.
     """
-    ordering = Ordering(mod)
-    for var, func in mod.functions_items():
-        if isinstance(func, relax.Function):
-            ordered = ordering.visit_expr(func)
-            if not ordered.same_as(func):
-                ordering.builder_.update_func(var, ordered)
-    return ordering.builder_.get()
+    return mutate_functions(mod, Ordering(mod))
 
 
 @relax.expr_functor.mutator

@@ -14,6 +14,7 @@ from tvm import relax, tirx, topi
 from tvm.ir import Call
 
 from relayquant.codegen.legalization.reductions import REDUCTION_LEGALIZATIONS, is_over_nothing
+from relayquant.ir.rewrite.function import mutate_functions
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype
 
 #: TVM rounds sums of bfloat16 after each addition. Its powers are wrong, and it has no code for
@@ -82,13 +83,7 @@ def widen_types(mod: tvm.IRModule) -> tvm.IRModule:
 
     Sorts of some types become sorts of integer keys (see `KEYS`).
     """
-    widening = Widening(mod)
-    for var, func in mod.functions_items():
-        if isinstance(func, relax.Function):
-            widened = widening.visit_expr(func)
-            if not widened.same_as(func):
-                widening.builder_.update_func(var, widened)
-    return widening.builder_.get()
+    return mutate_functions(mod, Widening(mod))
 
 
 @relax.expr_functor.mutator

@@ -10,7 +10,8 @@ from tvm import relax, tirx
 from tvm.ir import Call, GlobalVar
 from tvm.relax.analysis import tir_vars_in_type
 
-from relayquant.codegen.lowering.engine import OPAQUE, mark_opaque
+from relayquant.codegen.lowering.engine import mark_opaque
+from relayquant.ir.dialect.loops import OPAQUE
 from relayquant.ir.rewrite.expressions import list_bindings
 
 #: relax::OpPatternKind::kInjective: each element is computed from elements at any positions.

@@ -11,6 +11,7 @@ import tvm
 from tvm import relax
 
 from relayquant.ir.rewrite.expressions import list_bindings
+from relayquant.ir.rewrite.function import add_functions
 
 
 def plan_memory(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
@@ -21,9 +22,7 @@ def plan_memory(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.I
         if isinstance(func, relax.Function)
         and any(isinstance(binding.value, relax.If) for binding in list_bindings(func))
     }
-    planned = relax.transform.StaticPlanBlockMemory()(mod)
-    functions = {**dict(planned.functions_items()), **branching}
-    return tvm.IRModule(functions, attrs=planned.attrs, global_infos=planned.global_infos)
+    return add_functions(relax.transform.StaticPlanBlockMemory()(mod), branching)
 
 
 PLAN_MEMORY = tvm.transform.module_pass(plan_memory, opt_level=0, name="relayquant.plan_memory")

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import tvm
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import IRModule
 
 #: Maximum or minimum of two values -> initial value of its reduction.
 STARTS = {tirx.Max: float("-inf"), tirx.Min: float("inf")}
@@ -65,13 +63,7 @@ def is_limit(value: Any, dtype: Any, start: float) -> bool:
 def create_reduction_init_pass() -> Any:
     """Make a pass that applies `begin_at_infinity` to every TIR function."""
 
-    def run(mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
-        result = IRModule(
-            dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos
-        )
-        for name, func in mod.functions_items():
-            if isinstance(func, tirx.PrimFunc):
-                result.update_func(name, begin_at_infinity(func))
-        return result
+    def begin(func: tirx.PrimFunc, *_: Any) -> tirx.PrimFunc:
+        return begin_at_infinity(func)
 
-    return tvm.transform.module_pass(run, opt_level=0, name="relayquant.BeginAtInfinity")
+    return tirx.transform.prim_func_pass(begin, opt_level=0, name="relayquant.BeginAtInfinity")

@@ -25,6 +25,7 @@ from tvm.target import Target
 from relayquant.codegen.kernels.emit import IS_SCHEDULED
 from relayquant.codegen.schedule.block_analysis import Unschedulable, is_float
 from relayquant.codegen.schedule.scheduler import FunctionScheduler, unroll_parts
+from relayquant.ir.rewrite.function import add_functions
 
 logger = logging.getLogger("relayquant.codegen")
 
@@ -64,10 +65,7 @@ def schedule_with_report(mod: IRModule, target: Target) -> tuple[IRModule, Sched
             skipped.append((hint, f"{type(error).__name__}: {message[-1]}"))
     for hint, reason in skipped:
         logger.debug("left unscheduled: %s: %s", hint, reason)
-    result = IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
-    for name, func in functions.items():
-        result.update_func(name, func)
-    return result, ScheduleReport(tuple(scheduled), tuple(skipped))
+    return add_functions(mod, functions), ScheduleReport(tuple(scheduled), tuple(skipped))
 
 
 def schedule_functions(mod: IRModule, target: Target) -> IRModule:

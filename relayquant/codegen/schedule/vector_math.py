@@ -15,7 +15,7 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import Call, IRModule
+from tvm.ir import Call
 from tvm.target import Target
 
 from relayquant.codegen.kernels.floating.curve import (
@@ -210,15 +210,7 @@ def create_math_pass(target: Target) -> Any:
     Only LLVM targets are changed.
     """
 
-    def run(mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
-        if target.kind.name != "llvm":
-            return mod
-        result = IRModule(
-            dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos
-        )
-        for name, func in mod.functions_items():
-            if isinstance(func, tirx.PrimFunc):
-                result.update_func(name, expand_math(func))
-        return result
+    def expand(func: tirx.PrimFunc, *_: Any) -> tirx.PrimFunc:
+        return expand_math(func) if target.kind.name == "llvm" else func
 
-    return tvm.transform.module_pass(run, opt_level=0, name="relayquant.ExpandMath")
+    return tirx.transform.prim_func_pass(expand, opt_level=0, name="relayquant.ExpandMath")

@@ -22,6 +22,7 @@ from tvm.target import Target
 from relayquant.codegen.kernels.emit import LEAST_EXTENT
 from relayquant.codegen.kernels.isa.matrix_unit import COUNT_THREADS
 from relayquant.codegen.kernels.isa.target import may_use_system, read_triple
+from relayquant.ir.rewrite.function import add_functions
 
 #: largest number of threads of a pool
 MOST_THREADS = 256
@@ -152,8 +153,7 @@ def add_pool(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
         pool = {tvm.ir.GlobalVar(str(func.attrs["global_symbol"])): func for func in functions}
     if not marked:
         return mod
-    functions = {**dict(mod.functions_items()), **marked, **pool}
-    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    return add_functions(mod, {**marked, **pool})
 
 
 def find_pause(target: Target, mod: tvm.IRModule) -> tuple[str, str] | None:

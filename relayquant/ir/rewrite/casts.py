@@ -18,6 +18,7 @@ from tvm import relax, tirx
 from tvm.ir import Call, Op
 
 from relayquant.ir.rewrite.expressions import list_bindings, op_name, same_extents
+from relayquant.ir.rewrite.function import map_functions
 from relayquant.ir.rewrite.inline import list_dimensions
 
 CALL_PACKED = "relax.call_pure_packed"
@@ -110,15 +111,7 @@ def only_renames(given: list, wanted: list, known: Set[tirx.Var]) -> bool:
 
 def map_bindings(mod: tvm.IRModule, kind: type, change: Callable[[Any], Any]) -> tvm.IRModule:
     """Change each binding of a kind, also in branches. Return `mod` itself if none changes."""
-    functions = {
-        var: tvm_ffi.structural_map(func, (kind, change))
-        if isinstance(func, relax.Function)
-        else func
-        for var, func in mod.functions_items()
-    }
-    if all(func.same_as(mod[var]) for var, func in functions.items()):
-        return mod
-    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    return map_functions(mod, lambda func: tvm_ffi.structural_map(func, (kind, change)))
 
 
 def hide_cast(cast: relax.MatchCast) -> Call:

@@ -12,6 +12,7 @@ import tvm_ffi
 from tvm import relax
 from tvm.ir import GenericConst
 
+from relayquant.ir.rewrite.function import add_functions
 from relayquant.ir.rewrite.graph import constant_value
 
 #: The square of a larger float32 number is infinite.
@@ -79,8 +80,7 @@ def share_constants(mod: tvm.IRModule) -> tvm.IRModule:
     main: Any = tvm_ffi.structural_map(mod["main"], (GenericConst, share))
     if not swapped:
         return mod
-    functions = {gvar: func for gvar, func in mod.functions_items() if gvar.name_hint != "main"}
-    return tvm.IRModule({**functions, mod.get_global_var("main"): main}, attrs=mod.attrs)
+    return add_functions(mod, {mod.get_global_var("main"): main})
 
 
 def count_constant_bytes(mod: tvm.IRModule) -> int:

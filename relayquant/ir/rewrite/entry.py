@@ -15,6 +15,7 @@ from tvm.ir import GlobalVar
 
 from relayquant.base.language import LANGUAGE_FUNCTIONS
 from relayquant.errors import ModelError
+from relayquant.ir.rewrite.function import add_functions
 
 #: Name of the model function inside the package and in its results.
 MAIN = "main"
@@ -51,9 +52,7 @@ def attach_attrs(mod: tvm.IRModule, attrs: Mapping[str, str]) -> tvm.IRModule:
     entry = find_entry(mod)
     if entry is None:
         return mod.with_attrs(attrs)
-    changed = tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs)
-    changed[entry] = mod[entry].with_attrs(attrs)
-    return changed
+    return add_functions(mod, {mod.get_global_var(entry): mod[entry].with_attrs(attrs)})
 
 
 def name_main(mod: tvm.IRModule) -> tvm.IRModule:

@@ -1,4 +1,5 @@
-"""Make functions from bindings, name new values, and read the source node of each value.
+"""Make functions from bindings, change the functions of a module, name new values, and read the
+source node of each value.
 
 `BlockBuilder.function` of TVM records each open function in one list per process. If two threads
 build at once, one fails, and its record stays in the list. The code here records nothing. It may
@@ -57,6 +58,38 @@ def make_main(
     mod = builder.finalize()
     mod["main"] = main.with_attr("global_symbol", "main")
     return mod
+
+
+def take_functions(mod: tvm.IRModule, functions: Mapping[Any, Any]) -> tvm.IRModule:
+    """Return the module with only these functions, by their global variables."""
+    return tvm.IRModule(dict(functions), attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def add_functions(mod: tvm.IRModule, functions: Mapping[Any, Any]) -> tvm.IRModule:
+    """Return the module with these functions too, which replace those of the same variable."""
+    return take_functions(mod, {**dict(mod.functions_items()), **functions})
+
+
+def map_functions(
+    mod: tvm.IRModule, change: Callable[[relax.Function], relax.Function]
+) -> tvm.IRModule:
+    """Return the module with each Relax function changed, or `mod` itself if none changes."""
+    found = {gvar: f for gvar, f in mod.functions_items() if isinstance(f, relax.Function)}
+    changed = {gvar: change(func) for gvar, func in found.items()}
+    changed = {gvar: func for gvar, func in changed.items() if not func.same_as(found[gvar])}
+    return add_functions(mod, changed) if changed else mod
+
+
+def mutate_functions(mod: tvm.IRModule, mutator: relax.PyExprMutator) -> tvm.IRModule:
+    """Return the module with its Relax functions as a mutator of the module makes them, and with
+    the functions that the mutator adds to its builder.
+    """
+    for gvar, func in mod.functions_items():
+        if isinstance(func, relax.Function):
+            changed = mutator.visit_expr(func)
+            if not changed.same_as(func):
+                mutator.builder_.update_func(gvar, changed)
+    return mutator.builder_.get()
 
 
 def find_free_name(base: str, taken: Container[str], joint: str = ".") -> str:

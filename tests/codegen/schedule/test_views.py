@@ -9,8 +9,8 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.codegen.lowering.engine import OPAQUE
 from relayquant.codegen.schedule.fusion import KEEP_APART
+from relayquant.ir.dialect.loops import OPAQUE
 
 SHAPE = (2, 3, 20, 16)
 

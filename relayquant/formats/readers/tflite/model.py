@@ -23,6 +23,7 @@ from relayquant.formats.readers.tflite.converter import FRONTEND, Converter, Var
 from relayquant.formats.readers.tflite.options import read_options
 from relayquant.formats.readers.tflite.sizes import OpenSizes, check_same, choose_sizes
 from relayquant.formats.readers.tflite.tables import check_tables, list_codes, open_model
+from relayquant.ir.rewrite.function import add_functions
 
 #: Bytes 4 to 8 of every TFLite file.
 FILE_IDENTIFIER = b"TFL3"
@@ -169,9 +170,8 @@ def add_variables(mod: tvm.IRModule, found: VariableTable) -> tuple[tvm.IRModule
     ]
     body = relax.SeqExpr(main.body.blocks, relax.Tuple([*outputs, *found.news.values()]))
     whole = relax.Function(params, relax.BlockBuilder().normalize(body), attrs=main.attrs)
-    changed = tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs)
-    changed["main"] = whole.with_attr("num_input", len(params))
-    return changed, pairs
+    whole = whole.with_attr("num_input", len(params))
+    return add_functions(mod, {mod.get_global_var("main"): whole}), pairs
 
 
 def list_custom_operators(model: Any) -> list[str]:
