@@ -47,7 +47,7 @@ from relayquant.ir.ops.callbacks import (
 )
 from relayquant.ir.ops.dynamic import quantize_rows_at_run_time, round_at_run_time
 from relayquant.ir.ops.find import find_pattern, match_operator, operand_constant
-from relayquant.ir.ops.narrow_float import NarrowFloats
+from relayquant.ir.ops.planned_walk import PlannedWalk
 from relayquant.ir.plan import OperatorPlan
 from relayquant.ir.reference import qnn as numpy_qnn
 from relayquant.ir.rewrite import Emitter, Graph, Match, Skip, rewrite_main
@@ -87,25 +87,16 @@ def build_reference(prepared: PreparedModel) -> tvm.IRModule:
     )
 
 
-class _ReferenceBuilder:
+class _ReferenceBuilder(PlannedWalk):
     """State of one conversion: the dequantized view of every value."""
 
     def __init__(self, prepared: PreparedModel) -> None:
-        self.plan, self.backend = prepared.plan, prepared.backend
+        super().__init__(Graph(prepared.mod), prepared.plan, prepared.backend)
         self.constants = prepared.constants
-        self.graph = Graph(prepared.mod)
         self.parameters = fit_weight_scales(prepared, self.graph)
-        self.operators = {op.name: op for op in self.plan.operators if op.quantized and op.pattern}
-        self.inner = {name for op in self.operators.values() for name in op.values[:-1]}
-        self.floats = NarrowFloats(self.plan)
-        self.views: dict[tuple[str, str], relax.Expr] = {}
         self.dynamic_views: dict[tuple[str, QSpec], relax.Expr] = {}
         #: value -> integers and scales of its rows
         self.rows: dict[tuple[relax.Expr, QSpec], IntegerRows] = {}
-
-    def quantize_inputs(self, emitter: Emitter) -> None:
-        for param in self.graph.func.params:
-            self.add_views(emitter, param.name, param)
 
     def add_views(self, emitter: Emitter, name: str, value: relax.Expr) -> relax.Expr:
         """Quantize `value` for each of its groups and return the first dequantized view."""
@@ -136,21 +127,6 @@ class _ReferenceBuilder:
             quantized = clip_integer(emitter.emit(quantized, f"{name}.unclipped"), *limits)
         quantized = emitter.emit(quantized, f"{name}.q")
         return emitter.emit(qnn.dequantize(quantized, *pair, axis=axis), f"{name}.dq")
-
-    def visit(self, emitter: Emitter, binding: relax.VarBinding) -> relax.Expr | None:
-        name = binding.var.name
-        if name in self.inner:
-            return None
-        operator = self.operators.get(name)
-        if operator is None:
-            value = self.floats.repeat(emitter, binding)
-        else:
-            value = self.repeat_operator(emitter, operator)
-        if name not in self.plan.value_groups:
-            return value
-        bound = emitter.bind(binding.var, value)
-        view = self.add_views(emitter, name, bound)
-        return view if operator is not None and not operator.has_float_data else bound
 
     def repeat_operator(self, emitter: Emitter, operator: OperatorPlan) -> relax.Expr:
         """Repeat the float operator on dequantized operands."""
@@ -286,12 +262,6 @@ class _ReferenceBuilder:
             return Quantized(total, qparams).dequantize()
 
         return narrow
-
-    def view(self, emitter: Emitter, expr: relax.Expr, key: str | None) -> relax.Expr:
-        """Return the dequantized view of a computed operand."""
-        if key is None or not isinstance(expr, relax.Var):
-            return emitter.get(expr)
-        return self.views[expr.name, key]
 
     def constant_view(
         self, emitter: Emitter, constant: relax.Expr, name: str, operand: str

@@ -20,7 +20,7 @@ from relayquant.ir.dialect import qnn
 from relayquant.ir.ops import Kind, SimulateContext
 from relayquant.ir.ops.callbacks import run_simulate
 from relayquant.ir.ops.find import find_pattern, match_operator
-from relayquant.ir.ops.narrow_float import NarrowFloats
+from relayquant.ir.ops.planned_walk import PlannedWalk
 from relayquant.ir.plan import OperatorPlan, Plan, SharedQParams
 from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
 from relayquant.ir.rewrite.graph import constant_value
@@ -130,7 +130,7 @@ def make_variables(group: SharedQParams, taken: Set[str]) -> GroupVariables:
     )
 
 
-class _Simulation:
+class _Simulation(PlannedWalk):
     """State of one build: the expression for each value as quantized by a group."""
 
     def __init__(
@@ -141,20 +141,12 @@ class _Simulation:
         variables: Mapping[str, GroupVariables],
         constants: Mapping[str, ConstantVariable],
     ) -> None:
-        self.graph, self.plan, self.backend, self.variables = graph, plan, backend, variables
-        self.constants = constants
+        super().__init__(graph, plan, backend)
+        self.variables, self.constants = variables, constants
         self.fits: list[FitPoint] = []
-        self.floats = NarrowFloats(self.plan)
-        self.views: dict[tuple[str, str], relax.Expr] = {}  # (value, group key) -> rounded value
         #: (value, group key) -> (value before rounding, groups that round it)
         self.sources: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {}
-        self.operators = {op.name: op for op in plan.operators if op.quantized and op.pattern}
-        self.dropped = {name for op in self.operators.values() for name in op.values[:-1]}
         self.rounded = {(v, g.key) for g in plan.groups for v in (*g.points, *g.clamped)}
-
-    def quantize_inputs(self, emitter: Emitter) -> None:
-        for param in self.graph.func.params:
-            self.add_views(emitter, param.name, param)
 
     def add_views(self, emitter: Emitter, name: str, value: relax.Expr) -> relax.Expr:
         """Round `value` once for each of its groups. Return the primary view, or the value
@@ -190,24 +182,7 @@ class _Simulation:
             qnn.simulated_dequantize(quantized, dtype, scale, zero_point, axis=axis), f"{name}.d"
         )
 
-    def visit(self, emitter: Emitter, binding: relax.VarBinding) -> relax.Expr | None:
-        name = binding.var.name
-        if name in self.dropped:
-            return None
-        operator = self.operators.get(name)
-        value = (
-            self.floats.repeat(emitter, binding)
-            if operator is None
-            else self.simulate_operator(emitter, operator)
-        )
-        if name not in self.plan.value_groups:
-            return value
-        bound = emitter.bind(binding.var, value)
-        view = self.add_views(emitter, name, bound)
-        # The result of a float operator stays exact for its float consumers.
-        return view if operator is not None and not operator.has_float_data else bound
-
-    def simulate_operator(self, emitter: Emitter, operator: OperatorPlan) -> relax.Expr:
+    def repeat_operator(self, emitter: Emitter, operator: OperatorPlan) -> relax.Expr:
         """Run the operator's simulate callback on its operands, rounded as the plan says."""
         pattern = find_pattern(self.backend, operator.pattern)
         match = match_operator(self.graph, self.backend, operator)
@@ -244,9 +219,3 @@ class _Simulation:
             factors = [self.variables[keys[operand.name]] for operand in pattern.operands[:2]]
             narrow = make_narrow(emitter, match, pattern, factors, operator.accumulator)
         return run_simulate(pattern, SimulateContext(emitter, match, operands, narrow))
-
-    def view(self, emitter: Emitter, expr: relax.Expr, key: str | None) -> relax.Expr:
-        """Return a computed operand as its group rounds it; unchanged if it has no group."""
-        if key is None or not isinstance(expr, relax.Var):
-            return emitter.get(expr)
-        return self.views[expr.name, key]

@@ -1,4 +1,6 @@
-"""Operators in a narrow float dtype, as simulate and convert emit them.
+"""The walk over a planned float module, in which simulate and convert emit its values.
+
+Operators in a narrow float dtype:
 
 v = op(x, w) -> v.float16 = op(float16(x), float16(w)); v = float32(v.float16).
 
@@ -9,12 +11,15 @@ result is rounded once: v.float16 = float16(op(float32(float16(x)))).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.ir.plan import Plan
-from relayquant.ir.rewrite import Emitter
+from relayquant.config import BackendConfig
+from relayquant.ir.plan import OperatorPlan, Plan
+from relayquant.ir.rewrite import Emitter, Graph
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 #: Operators with at most one rounding. float16 gives the same bits as float32 rounded to float16
@@ -105,3 +110,50 @@ class NarrowFloats:
             name = getattr(expr, "name", "value")
             self.rounded[expr, dtype] = emitter.emit(wide, f"{name}.rounded")
         return self.rounded[expr, dtype]
+
+
+class PlannedWalk(ABC):
+    """State of one walk. Its methods are callbacks of `rewrite_main`."""
+
+    def __init__(self, graph: Graph, plan: Plan, backend: BackendConfig) -> None:
+        self.graph, self.plan, self.backend = graph, plan, backend
+        self.operators = {op.name: op for op in plan.operators if op.quantized and op.pattern}
+        self.inner = {name for op in self.operators.values() for name in op.values[:-1]}
+        self.floats = NarrowFloats(plan)
+        self.views: dict[tuple[str, str], relax.Expr] = {}  # (value, group key) -> rounded value
+
+    @abstractmethod
+    def add_views(self, emitter: Emitter, name: str, value: relax.Expr) -> relax.Expr:
+        """Round `value` for each of its groups. Return the first view, or the value itself if it
+        has no group.
+        """
+
+    @abstractmethod
+    def repeat_operator(self, emitter: Emitter, operator: OperatorPlan) -> relax.Expr:
+        """Return a quantized operator on its operands, rounded as the plan says."""
+
+    def quantize_inputs(self, emitter: Emitter) -> None:
+        for param in self.graph.func.params:
+            self.add_views(emitter, param.name, param)
+
+    def visit(self, emitter: Emitter, binding: relax.VarBinding) -> relax.Expr | None:
+        name = binding.var.name
+        if name in self.inner:
+            return None
+        operator = self.operators.get(name)
+        if operator is None:
+            value = self.floats.repeat(emitter, binding)
+        else:
+            value = self.repeat_operator(emitter, operator)
+        if name not in self.plan.value_groups:
+            return value
+        bound = emitter.bind(binding.var, value)
+        view = self.add_views(emitter, name, bound)
+        # The result of a float operator stays exact for its float consumers.
+        return view if operator is not None and not operator.has_float_data else bound
+
+    def view(self, emitter: Emitter, expr: relax.Expr, key: str | None) -> relax.Expr:
+        """Return a computed operand as its group rounds it; unchanged if it has no group."""
+        if key is None or not isinstance(expr, relax.Var):
+            return emitter.get(expr)
+        return self.views[expr.name, key]
