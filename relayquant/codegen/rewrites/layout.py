@@ -7,6 +7,8 @@ constants) are tidied here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from tvm import relax
 from tvm.ir import Call, IRModule
@@ -120,69 +122,49 @@ def _transpose_of_constant() -> Rule:
     return Rule("transpose of constant", pattern, rewrite)
 
 
-def _transpose_of_transpose() -> Rule:
-    """Merge permute_dims(permute_dims(x)) -> permute_dims(x), or x."""
-    data = wildcard()
-    inner = is_op("relax.permute_dims")(data)
-    pattern = Pattern(is_op("relax.permute_dims")(inner), {"inner": inner})
+def _of_transpose(
+    what: str, op: str, repeat: Callable[[Emitter, Match, relax.Expr, list[int]], relax.Expr]
+) -> Rule:
+    """Rewrite op(permute_dims(x, axes)) -> repeat(emitter, match, x, axes)."""
+    inner = is_op("relax.permute_dims")(wildcard())
+    pattern = Pattern(is_op(op)(inner, varg_default_wildcard=True), {"inner": inner})
 
     def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
-        outer_axes = find_axes(match, match.root)
         call = match.graph.call_of(match.parts["inner"])
         if call is None:
             return Skip("the operand is not bound")
-        inner_axes = find_axes(match, match.parts["inner"])
-        axes = [inner_axes[axis] for axis in outer_axes]
-        value = emitter.get(call.args[0])
-        if axes == list(range(len(axes))):
-            return value
-        return relax.op.permute_dims(value, axes)
+        return repeat(emitter, match, emitter.get(call.args[0]), read_axes(call))
 
-    return Rule("transpose of transpose", pattern, rewrite)
+    return Rule(f"{what} of transpose", pattern, rewrite)
 
 
-def _pad_of_transpose() -> Rule:
+def merge_transposes(
+    _emitter: Emitter, match: Match, value: relax.Expr, axes: list[int]
+) -> relax.Expr:
+    """Merge permute_dims(permute_dims(x)) -> permute_dims(x), or x."""
+    order = [axes[axis] for axis in find_axes(match, match.root)]
+    return value if order == sorted(order) else relax.op.permute_dims(value, order)
+
+
+def move_pad(emitter: Emitter, match: Match, value: relax.Expr, axes: list[int]) -> relax.Expr:
     """Move pad(permute_dims(x)) -> permute_dims(pad(x)): the transpose may meet its inverse."""
-    data = wildcard()
-    inner = is_op("relax.permute_dims")(data)
-    pattern = Pattern(is_op("relax.nn.pad")(inner), {"inner": inner})
-
-    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
-        pad, call = match.graph.values[match.root], match.graph.call_of(match.parts["inner"])
-        if call is None:
-            return Skip("the operand is not bound")
-        axes = find_axes(match, match.parts["inner"])
-        widths = [int(width) for width in pad.attrs.pad_width]
-        moved = [0] * len(widths)
-        for position, axis in enumerate(axes):
-            moved[2 * axis : 2 * axis + 2] = widths[2 * position : 2 * position + 2]
-        padded = relax.op.nn.pad(
-            emitter.get(call.args[0]), moved, str(pad.attrs.pad_mode), pad.attrs.pad_value
-        )
-        return relax.op.permute_dims(emitter.emit(padded, f"{match.name}.nhwc"), axes)
-
-    return Rule("pad of transpose", pattern, rewrite)
+    attrs = match.graph.values[match.root].attrs
+    widths = [int(width) for width in attrs.pad_width]
+    moved = [0] * len(widths)
+    for position, axis in enumerate(axes):
+        moved[2 * axis : 2 * axis + 2] = widths[2 * position : 2 * position + 2]
+    padded = relax.op.nn.pad(value, moved, str(attrs.pad_mode), attrs.pad_value)
+    return relax.op.permute_dims(emitter.emit(padded, f"{match.name}.nhwc"), axes)
 
 
-def _clip_of_transpose() -> Rule:
+def move_clip(emitter: Emitter, match: Match, value: relax.Expr, axes: list[int]) -> relax.Expr:
     """Move clip(permute_dims(x)) -> permute_dims(clip(x)).
 
     ConvertLayout knows no layout for clip. After a transpose, an integer clip could not be part of
     the kernel before it.
     """
-    data = wildcard()
-    inner = is_op("relax.permute_dims")(data)
-    pattern = Pattern(is_op("relax.clip")(inner, wildcard(), wildcard()), {"inner": inner})
-
-    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
-        clip, call = match.graph.values[match.root], match.graph.call_of(match.parts["inner"])
-        if call is None:
-            return Skip("the operand is not bound")
-        clipped = relax.op.clip(emitter.get(call.args[0]), *clip.args[1:])
-        axes = find_axes(match, match.parts["inner"])
-        return relax.op.permute_dims(emitter.emit(clipped, f"{match.name}.nhwc"), axes)
-
-    return Rule("clip of transpose", pattern, rewrite)
+    clipped = relax.op.clip(value, *match.graph.values[match.root].args[1:])
+    return relax.op.permute_dims(emitter.emit(clipped, f"{match.name}.nhwc"), axes)
 
 
 def _transpose_of_unit_axes() -> Rule:
@@ -222,10 +204,10 @@ TRANSPOSE_OF_CONSTANT = _transpose_of_constant()
 
 TRANSPOSE_RULES: tuple[Rule, ...] = (
     TRANSPOSE_OF_CONSTANT,
-    _transpose_of_transpose(),
+    _of_transpose("transpose", "relax.permute_dims", merge_transposes),
     _transpose_of_unit_axes(),
-    _pad_of_transpose(),
-    _clip_of_transpose(),
+    _of_transpose("pad", "relax.nn.pad", move_pad),
+    _of_transpose("clip", "relax.clip", move_clip),
     _reshape_of_reshape(),
     *MOVED_QUANTIZATION,
 )
