@@ -53,9 +53,18 @@ IntegerRule = KernelRule[KernelContext]
 
 
 def call_built(
-    vars_: tuple[relax.Var, ...], func: PrimFunc, operands: Sequence[Operand]
+    vars_: tuple[relax.Var, ...],
+    build: Callable[[], PrimFunc],
+    operands: Sequence[Operand],
+    symbolic: bool = False,
+    batched: Sequence[int] | None = None,
 ) -> Lowered:
-    """Call a kernel that is already built."""
+    """Build a kernel and call it; see `build_for_batch`.
+
+    `batched`: positions of the arguments that have a batch. None: all operands, and the result.
+    """
+    positions = range(len(operands) + 1) if batched is None else batched
+    func = build_for_batch(build, symbolic, positions)
     return Lowered(vars_, Kernel.of(func), tuple(operands))
 
 

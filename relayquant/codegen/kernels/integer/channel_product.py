@@ -66,7 +66,7 @@ def fold_channels(spec: Multiply, isa: Isa) -> tuple[int, int, int] | None:
     return view if inner >= size else None
 
 
-def build_channel_product(spec: Multiply, isa: Isa, name: str = "multiply") -> PrimFunc:
+def build_channel_product(spec: Multiply, isa: Isa) -> PrimFunc:
     """Make PrimFunc(lhs, rhs, y) of a product for which `fold_channels` returns a view."""
     check_integer_output("Multiply", spec.out)
     view = fold_channels(spec, isa)
@@ -110,4 +110,4 @@ def build_channel_product(spec: Multiply, isa: Isa, name: str = "multiply") -> P
                 reals.append(product * constant("float32", spec.multiplier, lanes))
             store_vector(out, emit_packed(isa, epilogue, reals), at, size)
 
-    return build_kernel(name, body)
+    return build_kernel("qnn_mul", body)

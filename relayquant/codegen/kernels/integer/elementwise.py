@@ -307,12 +307,11 @@ def emit_quotient(value: Expr, spec: Quantize, lanes: int, *, saturates: bool = 
     return quotient
 
 
-def build_quantize(spec: Quantize, name: str = "quantize") -> PrimFunc:
+def build_quantize(spec: Quantize) -> PrimFunc:
     """Make PrimFunc(x float32, y)."""
     check_integer_output("Quantize", spec.out)
-    return build_unary(
-        name, spec.shape, "float32", spec.out.dtype, lambda x, n: emit_quantized(x, spec, n)
-    )
+    dtypes = "float32", spec.out.dtype
+    return build_unary("qnn_quantize", spec.shape, *dtypes, lambda x, n: emit_quantized(x, spec, n))
 
 
 def emit_quantized(value: Expr, spec: Quantize, lanes: int) -> Expr:
@@ -324,7 +323,7 @@ def emit_quantized(value: Expr, spec: Quantize, lanes: int) -> Expr:
     return spec.out.emit_rounded(number / constant("float32", spec.scale, lanes), lanes)
 
 
-def build_quantize_image(spec: QuantizeImage, isa: Isa, name: str = "quantize_image") -> PrimFunc:
+def build_quantize_image(spec: QuantizeImage, isa: Isa) -> PrimFunc:
     """Make PrimFunc(x float32 NCHW, y NHWC), for images of a few channels."""
     check_integer_output("QuantizeImage", spec.values.out)
     batch, channels, height, width = spec.values.shape
@@ -359,7 +358,7 @@ def build_quantize_image(spec: QuantizeImage, isa: Isa, name: str = "quantize_im
                 size * channels >= PARALLEL_ELEMENTS,
             )
 
-    return build_kernel(name, body)
+    return build_kernel("qnn_quantize_image", body)
 
 
 def emit_packed_pixels(rows: list[Expr], spec: Quantize, isa: Isa) -> Expr:
@@ -383,15 +382,16 @@ def emit_packed_pixels(rows: list[Expr], spec: Quantize, isa: Isa) -> Expr:
     return T.reinterpret(vector(spec.out.dtype, lanes * channels), joined)
 
 
-def build_dequantize(spec: Dequantize, name: str = "dequantize") -> PrimFunc:
+def build_dequantize(spec: Dequantize) -> PrimFunc:
     """Make PrimFunc(x, y float32)."""
     operand = Space(spec.dtype, spec.zero_point, spec.scale)
+    dtypes = spec.dtype, "float32"
     return build_unary(
-        name, spec.shape, spec.dtype, "float32", lambda x, n: emit_scaled(x, operand, n)
+        "qnn_dequantize", spec.shape, *dtypes, lambda x, n: emit_scaled(x, operand, n)
     )
 
 
-def build_requantize(spec: Requantize, name: str = "requantize") -> PrimFunc:
+def build_requantize(spec: Requantize, name: str = "qnn_requantize") -> PrimFunc:
     """Make PrimFunc(x, y)."""
     check_integer_output("Requantize", spec.out)
 
@@ -401,7 +401,7 @@ def build_requantize(spec: Requantize, name: str = "requantize") -> PrimFunc:
     return build_unary(name, spec.shape, spec.data.dtype, spec.out.dtype, compute)
 
 
-def build_scale_channels(spec: ScaleChannels, name: str = "scale_channels") -> PrimFunc:
+def build_scale_channels(spec: ScaleChannels) -> PrimFunc:
     """Make PrimFunc(x, multiplier (C,) float32, y). `Epilogue` defines the multipliers."""
     outer, channels = prod(spec.shape[: spec.axis]), spec.shape[spec.axis]
     inner = prod(spec.shape[spec.axis + 1 :])
@@ -432,7 +432,7 @@ def build_scale_channels(spec: ScaleChannels, name: str = "scale_channels") -> P
                     inner, LANES, lambda at, n: step(start + at, broadcast(factor, n), n)
                 )
 
-    return build_kernel(name, body)
+    return build_kernel("qnn_channels", body)
 
 
 def build_binary(
@@ -484,7 +484,7 @@ def build_binary(
     return build_kernel(name, body)
 
 
-def build_add(spec: Add, name: str = "add") -> PrimFunc:
+def build_add(spec: Add) -> PrimFunc:
     """Make PrimFunc(lhs, rhs, y) of an addition."""
     check_integer_output("Add", spec.out)
 
@@ -497,10 +497,10 @@ def build_add(spec: Add, name: str = "add") -> PrimFunc:
         return spec.out.emit_rounded(value, lanes)
 
     dtypes = (spec.lhs.dtype, spec.rhs.dtype, spec.out.dtype)
-    return build_binary(name, spec.shape, spec.rhs_shape, dtypes, compute)
+    return build_binary("qnn_add", spec.shape, spec.rhs_shape, dtypes, compute)
 
 
-def build_multiply(spec: Multiply, name: str = "multiply") -> PrimFunc:
+def build_multiply(spec: Multiply) -> PrimFunc:
     """Make PrimFunc(lhs, rhs, y) of a product."""
     check_integer_output("Multiply", spec.out)
     scaling = Space("int32", 0, spec.multiplier)
@@ -512,10 +512,10 @@ def build_multiply(spec: Multiply, name: str = "multiply") -> PrimFunc:
         return spec.out.emit_rounded(emit_scaled(product, scaling, lanes), lanes)
 
     dtypes = (spec.lhs_dtype, spec.rhs_dtype, spec.out.dtype)
-    return build_binary(name, spec.shape, spec.rhs_shape, dtypes, compute)
+    return build_binary("qnn_mul", spec.shape, spec.rhs_shape, dtypes, compute)
 
 
-def build_concatenate(spec: Concatenate, name: str = "concatenate") -> PrimFunc:
+def build_concatenate(spec: Concatenate) -> PrimFunc:
     """Make PrimFunc(x0, x1, ..., y)."""
     rows = prod(spec.shapes[0][: spec.axis])
     sizes = [prod(shape[spec.axis :]) for shape in spec.shapes]
@@ -535,10 +535,10 @@ def build_concatenate(spec: Concatenate, name: str = "concatenate") -> PrimFunc:
                 emit_requantized_run(buffer, data, row * size, out, spec.out, to, size)
                 to = to + size
 
-    return build_kernel(name, body)
+    return build_kernel("qnn_concatenate", body)
 
 
-def build_copy_columns(spec: CopyColumns, name: str = "copy_columns") -> PrimFunc:
+def build_copy_columns(spec: CopyColumns) -> PrimFunc:
     """Make PrimFunc(x0, x1, ..., y)."""
     rows = prod(spec.leading)
     copied = rows * sum(size for _, size in spec.columns)
@@ -552,7 +552,7 @@ def build_copy_columns(spec: CopyColumns, name: str = "copy_columns") -> PrimFun
             for buffer, (first, size) in zip(inputs, spec.columns, strict=True):
                 emit_copy(buffer, row * size, out, row * spec.total + first, size)
 
-    return build_kernel(name, body)
+    return build_kernel("qnn_copy_columns", body)
 
 
 def emit_copy(buffer: Buffer, start: Expr, out: Buffer, to: Expr, size: int) -> None:

@@ -124,9 +124,7 @@ class Lookup:
     out_dtype: str
 
 
-def build_lookup(
-    spec: Lookup, shuffle: ByteShuffle | None = None, name: str = "lookup"
-) -> PrimFunc:
+def build_lookup(spec: Lookup, shuffle: ByteShuffle | None = None) -> PrimFunc:
     """Make PrimFunc(x, table (256,), y).
 
     For tables of bytes it uses `shuffle`, if the target has one.
@@ -162,7 +160,7 @@ def build_lookup(
 
         emit_values(size, shuffle.lanes, look_up, load_each, 8 * PARALLEL_VALUES)
 
-    return build_kernel(name, body)
+    return build_kernel("qnn_lookup", body)
 
 
 def emit_values(

@@ -56,7 +56,6 @@ from relayquant.codegen.lowering.integer.epilogue import absorb_clip
 from relayquant.codegen.lowering.kernel_call import (
     IntegerRule,
     KernelContext,
-    build_for_batch,
     call_built,
     find_known,
     is_activation,
@@ -121,10 +120,10 @@ def lower_quantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     turned = context.next(vars_[-1], "relax.permute_dims")
     # Not with a symbolic batch: MobileNet became 18 % slower, since its buffers were not planned.
     if turned is not None and not shape[0] and is_image_transpose(context.call(turned), shape[1]):
-        func = build_quantize_image(QuantizeImage(spec), context.isa, "qnn_quantize_image")
-        return call_built((*vars_, turned), func, (call.args[0],))
-    func = build_for_batch(lambda: build_quantize(spec, "qnn_quantize"), shape[0], (0, 1))
-    return call_built(vars_, func, (call.args[0],))
+        image = QuantizeImage(spec)
+        build = partial(build_quantize_image, image, context.isa)
+        return call_built((*vars_, turned), build, (call.args[0],))
+    return call_built(vars_, partial(build_quantize, spec), (call.args[0],), shape[0])
 
 
 def read_quantize(
@@ -170,8 +169,8 @@ def lower_softmax(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     found = Skip("") if codes is None or extents[-1] is None else read_quantize(context, codes)
     if not isinstance(found, Skip):
         vars_, spec = (*vars_, *found[0]), replace(spec, quantized=found[1])
-    func = make_softmax(spec, isa_lanes=context.isa.lanes)
-    return call_built(vars_, func, (data,))
+    build = partial(make_softmax, spec, isa_lanes=context.isa.lanes)
+    return call_built(vars_, build, (data,))
 
 
 def is_image_transpose(call: Call, shape: tuple[int, ...]) -> bool:
@@ -189,8 +188,7 @@ def lower_dequantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     if tensor_dtype(call.args[0]) == "int64":
         return Skip("64-bit sums")
     spec = Dequantize(shape[1], tensor_dtype(call.args[0]), int(numbers[1]), numbers[0])
-    func = build_for_batch(lambda: build_dequantize(spec, "qnn_dequantize"), shape[0], (0, 1))
-    return call_built((var,), func, (call.args[0],))
+    return call_built((var,), partial(build_dequantize, spec), (call.args[0],), shape[0])
 
 
 def lower_channel_scales(context: KernelContext, var: relax.Var) -> Lowered | Skip:
@@ -222,8 +220,8 @@ def lower_channel_scales(context: KernelContext, var: relax.Var) -> Lowered | Sk
         )
         factors = multiplier(scale, numbers[0])
     spec = ScaleChannels(shape[1], axis, dtype, int(zero_points.flat[0]), out)
-    func = build_for_batch(lambda: build_scale_channels(spec, "qnn_channels"), shape[0], (0, 2))
-    return call_built(vars_, func, (call.args[0], factors))
+    build, operands = partial(build_scale_channels, spec), (call.args[0], factors)
+    return call_built(vars_, build, operands, shape[0], batched=(0, 2))
 
 
 def lower_requantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:
@@ -239,8 +237,7 @@ def lower_requantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     vars_, out = absorb_clip(context, var, Epilogue(Store.REQUANTIZE, dtype, int(z_out)))
     data = Space(tensor_dtype(call.args[0]), int(z_in), float(multiplier(s_in, s_out)))
     spec = Requantize(shape[1], data, out)
-    func = build_for_batch(lambda: build_requantize(spec, "qnn_requantize"), shape[0], (0, 1))
-    return call_built(vars_, func, (call.args[0],))
+    return call_built(vars_, partial(build_requantize, spec), (call.args[0],), shape[0])
 
 
 def lower_binary(context: KernelContext, var: relax.Var) -> Lowered | Skip:
@@ -268,21 +265,19 @@ def lower_binary(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     ls, lz, rs, rz, os, oz = numbers
     vars_, out = absorb_clip(context, var, Epilogue(Store.REQUANTIZE, dtype, int(oz)))
     dtypes = tensor_dtype(lhs), tensor_dtype(rhs)
-    positions = (0, 1, 2) if rhs_symbolic else (0, 2)
+    batched = (0, 1, 2) if rhs_symbolic else (0, 2)
     if op == "relax.qnn.mul":
         factor = float((np.float64(ls) * np.float64(rs) / np.float64(os)).astype("float32"))
         product = Multiply(shape, dtypes[0], int(lz), dtypes[1], int(rz), factor, out, rhs_shape)
-        build = build_multiply
+        build = partial(build_multiply, product)
         if fold_channels(product, context.isa) is not None:
-            build = partial(build_channel_product, isa=context.isa)
-        func = build_for_batch(lambda: build(product, name="qnn_mul"), symbolic, positions)
+            build = partial(build_channel_product, product, context.isa)
     else:
         sign = -1.0 if op == "relax.qnn.subtract" else 1.0
         left = Space(dtypes[0], int(lz), float(multiplier(ls, os)))
         right = Space(dtypes[1], int(rz), sign * float(multiplier(rs, os)))
-        total = Add(shape, left, right, out, rhs_shape)
-        func = build_for_batch(lambda: build_add(total, "qnn_add"), symbolic, positions)
-    return call_built(vars_, func, (lhs, rhs))
+        build = partial(build_add, Add(shape, left, right, out, rhs_shape))
+    return call_built(vars_, build, (lhs, rhs), symbolic, batched)
 
 
 def lower_lookup(context: KernelContext, var: relax.Var) -> Lowered | Skip:
@@ -292,8 +287,7 @@ def lower_lookup(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     if shape is None or not is_byte(call.args[0]):
         return Skip("an unknown shape, or data that is not 8 bit")
     spec = Lookup(find_known(shape), tensor_dtype(call.args[0]), tensor_dtype(var))
-    func = build_lookup(spec, context.shuffle, "qnn_lookup")
-    return call_built((var,), func, (call.args[0], call.args[1]))
+    return call_built((var,), partial(build_lookup, spec, context.shuffle), call.args)
 
 
 def lower_concatenate(context: KernelContext, var: relax.Var) -> Lowered | Skip:
@@ -321,10 +315,7 @@ def lower_concatenate(context: KernelContext, var: relax.Var) -> Lowered | Skip:
         for part, scale, zero in zip(parts, numbers[:count], numbers[count:-2], strict=True)
     )
     spec = Concatenate(tuple(shape[1] for shape in shapes if shape is not None), axis, data, out)
-    func = build_for_batch(
-        lambda: build_concatenate(spec, "qnn_concatenate"), symbolic == {True}, range(count + 1)
-    )
-    return call_built(vars_, func, tuple(parts))
+    return call_built(vars_, partial(build_concatenate, spec), parts, symbolic == {True})
 
 
 def copy_parts(context: KernelContext, concat: relax.Var) -> Lowered | Skip:
@@ -344,9 +335,8 @@ def copy_parts(context: KernelContext, concat: relax.Var) -> Lowered | Skip:
     is_symbolic, (*leading, total) = shape
     columns = tuple(sizes[i] for i in left)
     spec = CopyColumns(tuple(leading), tensor_dtype(concat), columns, total)
-    build = partial(build_copy_columns, spec, "qnn_copy_columns")
-    func = build_for_batch(build, is_symbolic, range(len(left) + 1))
-    return replace(call_built((concat,), func, [parts[i] for i in left]), concat=concat)
+    build, operands = partial(build_copy_columns, spec), [parts[i] for i in left]
+    return replace(call_built((concat,), build, operands, is_symbolic), concat=concat)
 
 
 def make_window(call: Call, shape: tuple[int, ...]) -> PoolWindow:
@@ -369,8 +359,8 @@ def lower_max_pool2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     if not is_activation(call.args[0]) or not reads_nhwc(call) or shape is None:
         return Skip("not NHWC data of 8 or 16 bits, or not an NHWC result")
     spec = MaxPool2d(make_window(call, shape[1]), tensor_dtype(var))
-    func = build_for_batch(lambda: build_max_pool2d(spec, "qnn_max_pool2d"), shape[0], (0, 1))
-    return call_built((var,), func, (call.args[0],))
+    build = partial(build_max_pool2d, spec, "qnn_max_pool2d")
+    return call_built((var,), build, call.args, shape[0])
 
 
 def lower_average(context: KernelContext, var: relax.Var) -> Lowered | Skip:
@@ -395,15 +385,15 @@ def lower_average(context: KernelContext, var: relax.Var) -> Lowered | Skip:
         mean, result = Mean(shape[1], axes[0], axes[-1], data, out), split_batch(var)
         if mean.extents[1] > most_values(data.dtype) or result is None:
             return Skip("the mean is over too many values")
-        func = build_for_batch(lambda: build_mean(mean, "qnn_average", result[1]), shape[0], (0, 1))
-        return call_built(vars_, func, (call.args[0],))
+        build = partial(build_mean, mean, "qnn_average", result[1])
+        return call_built(vars_, build, (call.args[0],), shape[0])
     if str(call.attrs.layout) != "NHWC":
         return Skip(f"layout {call.attrs.layout}")
     spec = AvgPool2d(make_window(call, shape[1]), data, out, bool(call.attrs.count_include_pad))
     if prod(spec.window.kernel) > most_values(data.dtype):
         return Skip("the window has too many values")
-    func = build_for_batch(lambda: build_avg_pool2d(spec, "qnn_average"), shape[0], (0, 1))
-    return call_built(vars_, func, (call.args[0],))
+    build = partial(build_avg_pool2d, spec, "qnn_average")
+    return call_built(vars_, build, (call.args[0],), shape[0])
 
 
 def lower_clip(context: KernelContext, var: relax.Var) -> Lowered | Skip:
@@ -417,8 +407,8 @@ def lower_clip(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     limits = INTEGER_LIMITS[dtype]
     out = Epilogue(Store.REQUANTIZE, dtype, 0, max(low, limits[0]), min(high, limits[1]))
     spec = Requantize(shape[1], Space(dtype, 0, 1.0), out)
-    func = build_for_batch(lambda: build_requantize(spec, "qnn_clip"), shape[0], (0, 1))
-    return call_built((var,), func, (call.args[0],))
+    build = partial(build_requantize, spec, "qnn_clip")
+    return call_built((var,), build, (call.args[0],), shape[0])
 
 
 def unless_fused(

@@ -33,7 +33,6 @@ from relayquant.codegen.lowering.joined_slices import read_joined_slices
 from relayquant.codegen.lowering.kernel_call import (
     IntegerRule,
     KernelContext,
-    build_for_batch,
     call_built,
     find_known,
     is_activation,
@@ -112,7 +111,7 @@ def make_call(
     operands = (data, *packed.operands(), *chain.residuals)
     # The data, the residual and the result have a batch; constants have none.
     batched = [0, *range(len(operands) - len(chain.residuals), len(operands) + 1)]
-    return call_built(chain.vars, build_for_batch(build, linear.is_symbolic, batched), operands)
+    return call_built(chain.vars, build, operands, linear.is_symbolic, batched)
 
 
 def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
@@ -252,11 +251,11 @@ def lower_dense(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     operands = (linear.call.args[0], *packed.arguments(), *chain.residuals)
     if linear.is_symbolic:
         leading = [None if isinstance(n, str) else n for n in tensor_shape(operands[0]) or ()][:-1]
-        func = product.build("qnn_dense", leading)
+        build = partial(product.build, "qnn_dense", leading)
     else:
         out_shape = (*linear.shape[:-1], units)
-        func = product.build("qnn_dense", linear.shape, out_shape)
-    return call_built(chain.vars, func, operands)
+        build = partial(product.build, "qnn_dense", linear.shape, out_shape)
+    return call_built(chain.vars, build, operands)
 
 
 def lower_batch_matmul(context: KernelContext, var: relax.Var) -> Lowered | Skip:
@@ -331,19 +330,9 @@ def lower_static_product(
     stored = split_batch(product.operands[1])
     if stored is None:
         return Skip("a size of the second operand is unknown")
-    func = build_for_batch(
-        lambda: build_batch_matmul(
-            spec,
-            product.context.isa,
-            "qnn_batch_matmul",
-            x_shape,
-            stored[1],
-            (*x_shape[:-1], spec.cols),
-        ),
-        is_symbolic,
-        range(3 + len(chain.residuals)),
-    )
-    return call_built(chain.vars, func, (*product.operands, *chain.residuals))
+    shapes = (x_shape, stored[1], (*x_shape[:-1], spec.cols))
+    build = partial(build_batch_matmul, spec, product.context.isa, "qnn_batch_matmul", *shapes)
+    return call_built(chain.vars, build, (*product.operands, *chain.residuals), is_symbolic)
 
 
 def lower_dynamic_product(product: ComputedProduct) -> Lowered | Skip:
@@ -366,15 +355,9 @@ def lower_dynamic_product(product: ComputedProduct) -> Lowered | Skip:
     stored = tensor_shape(product.operands[1])
     if stored is None:
         return Skip("a size of the second operand is unknown")
-    func = build_dynamic_matmul(
-        spec,
-        product.context.isa,
-        "qnn_batch_matmul",
-        x_shape,
-        find_known(stored),
-        (*x_shape[:-1], spec.cols),
-    )
-    return call_built(chain.vars, func, product.operands)
+    shapes = (x_shape, find_known(stored), (*x_shape[:-1], spec.cols))
+    build = partial(build_dynamic_matmul, spec, product.context.isa, "qnn_batch_matmul", *shapes)
+    return call_built(chain.vars, build, product.operands)
 
 
 def read_multiplier(chain: IntegerEpilogueChain) -> float:
