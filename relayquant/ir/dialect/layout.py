@@ -39,9 +39,7 @@ def decide(letters: str | None) -> Any:
     # slayout("") gives None, which the pass dereferences.
     layout = slayout(letters) if letters else make_node("s_tir.SLayout", name="", axes=[])
     return make_node(
-        "relax.transform.LayoutDecision",
-        layout=layout,
-        is_unknown_dim=letters is None,
+        "relax.transform.LayoutDecision", layout=layout, is_unknown_dim=letters is None
     )
 
 

@@ -462,20 +462,10 @@ def _letter(names: str, name: str) -> str:
 
 OPERATORS: tuple[Operator, ...] = (
     Operator(
-        "conv1d",
-        QConv1DAttrs,
-        LINEAR_OPERANDS,
-        infer_conv1d,
-        legalize_conv,
-        infer_layout_conv,
+        "conv1d", QConv1DAttrs, LINEAR_OPERANDS, infer_conv1d, legalize_conv, infer_layout_conv
     ),
     Operator(
-        "conv2d",
-        QConv2DAttrs,
-        LINEAR_OPERANDS,
-        infer_conv2d,
-        legalize_conv,
-        infer_layout_conv,
+        "conv2d", QConv2DAttrs, LINEAR_OPERANDS, infer_conv2d, legalize_conv, infer_layout_conv
     ),
     Operator(
         "conv2d_transpose",

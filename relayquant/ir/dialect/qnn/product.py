@@ -189,13 +189,7 @@ def legalize_batch_matmul(builder: BlockBuilder, call: Call) -> Any:
 
 
 OPERATORS: tuple[Operator, ...] = (
-    Operator(
-        "dense",
-        QMatmulAttrs,
-        LINEAR_OPERANDS,
-        infer_dense,
-        legalize_dense,
-    ),
+    Operator("dense", QMatmulAttrs, LINEAR_OPERANDS, infer_dense, legalize_dense),
     Operator(
         "batch_matmul",
         QMatmulAttrs,

@@ -113,10 +113,7 @@ def dequantize(
     """
     name = "dequantize"
     return make_call(
-        name,
-        QUANTIZE_OPERANDS,
-        (data, scale, zero_point),
-        DequantizeAttrs(int(axis), out_dtype),
+        name, QUANTIZE_OPERANDS, (data, scale, zero_point), DequantizeAttrs(int(axis), out_dtype)
     )
 
 

@@ -118,13 +118,7 @@ CELLS = {
         4,
         2,
         ("sigmoid", "tanh", "tanh"),
-        (
-            *PRODUCT,
-            STATE,
-            Argument("cell", "float32"),
-            Argument("peepholes", "float32"),
-            LENGTHS,
-        ),
+        (*PRODUCT, STATE, Argument("cell", "float32"), Argument("peepholes", "float32"), LENGTHS),
         QLstmAttrs,
     ),
     "gru": RecurrentCell(

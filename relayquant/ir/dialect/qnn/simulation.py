@@ -12,12 +12,7 @@ from tvm.relax import BlockBuilder
 
 from relayquant.base.qtypes import INTEGER_LIMITS, Rounding
 from relayquant.ir.dialect import fixed_point
-from relayquant.ir.dialect.construct import (
-    Operand,
-    Parameter,
-    make_call,
-    rounding_value,
-)
+from relayquant.ir.dialect.construct import Operand, Parameter, make_call, rounding_value
 from relayquant.ir.dialect.layout import infer_layout_elementwise
 from relayquant.ir.dialect.loops import channel_of, make_loops, name_hint
 from relayquant.ir.dialect.operands import (

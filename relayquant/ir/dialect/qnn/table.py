@@ -37,12 +37,7 @@ def lookup(data: Operand, table: Operand) -> Call:
     255.
     """
     name = "lookup"
-    return make_call(
-        name,
-        LOOKUP_OPERANDS,
-        (data, table),
-        None,
-    )
+    return make_call(name, LOOKUP_OPERANDS, (data, table), None)
 
 
 # ---------------------------------------------------------------- type
