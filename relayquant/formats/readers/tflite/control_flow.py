@@ -48,17 +48,13 @@ class AssignedVariable:
 
 def convert_call(converter: Any, op: Any) -> relax.Expr:
     """Convert CALL(values) to the operators of its graph."""
-    from tflite import CallOptions
-
-    options = read_options(op, CallOptions)
+    options = read_options(op, "CallOptions")
     return pack(build_graph(converter, op, options.Subgraph(), read_operands(converter, op)))
 
 
 def convert_composite(converter: Any, op: Any) -> relax.Expr:
     """Convert STABLEHLO_COMPOSITE(values) to the operators of its decomposition."""
-    from tflite import StableHLOCompositeOptions
-
-    index = read_options(op, StableHLOCompositeOptions).DecompositionSubgraphIndex()
+    index = read_options(op, "StableHLOCompositeOptions").DecompositionSubgraphIndex()
     return pack(build_graph(converter, op, index, read_operands(converter, op)))
 
 
@@ -69,9 +65,7 @@ def convert_if(converter: Any, op: Any) -> relax.Expr:
     Raises:
         Refusal: a run-time condition is not one number, or the branches differ in types or shapes.
     """
-    from tflite import IfOptions
-
-    options = read_options(op, IfOptions)
+    options = read_options(op, "IfOptions")
     branches = (options.ThenSubgraphIndex(), options.ElseSubgraphIndex())
     condition, *values = read_operands(converter, op)
     array = constant_value(condition)
@@ -99,10 +93,8 @@ def convert_while(converter: Any, op: Any) -> relax.Expr:
     Raises:
         Refusal: the number of steps is not constant, or more than `MAX_STEPS`.
     """
-    from tflite import StablehloWhileOptions, WhileOptions
-
     is_plain = converter.kind == "WHILE"
-    options = read_options(op, WhileOptions if is_plain else StablehloWhileOptions)
+    options = read_options(op, "WhileOptions" if is_plain else "StablehloWhileOptions")
     values = read_operands(converter, op)
     for step in range(MAX_STEPS + 1):
         (goes_on,) = build_graph(converter, op, options.CondSubgraphIndex(), values, step)
@@ -119,13 +111,11 @@ def convert_while(converter: Any, op: Any) -> relax.Expr:
 
 def convert_call_once(converter: Any, op: Any) -> None:
     """Convert CALL_ONCE: its graph sets the initial values of variables."""
-    from tflite import CallOnceOptions
-
     state = converter.conversion_state
     before = state["in_call_once_init"]
     state["in_call_once_init"] = True
     try:
-        build_graph(converter, op, read_options(op, CallOnceOptions).InitSubgraphIndex(), [])
+        build_graph(converter, op, read_options(op, "CallOnceOptions").InitSubgraphIndex(), [])
     finally:
         state["in_call_once_init"] = before
 

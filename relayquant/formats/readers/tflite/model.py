@@ -121,7 +121,7 @@ def convert_once(model: Any, sizes: OpenSizes, sources: dict[str, SourceNode]) -
 
 def assigns_variables(model: Any) -> bool:
     """Whether the model assigns a variable in each run, not only in the graphs of CALL_ONCE."""
-    from tflite import BuiltinOperator, CallOnceOptions
+    from tflite import BuiltinOperator
 
     calls = [
         (index, read_code(model, graph.Operators(at)), graph.Operators(at))
@@ -130,7 +130,7 @@ def assigns_variables(model: Any) -> bool:
         for at in range(graph.OperatorsLength())
     ]
     first = {
-        read_options(op, CallOnceOptions).InitSubgraphIndex()
+        read_options(op, "CallOnceOptions").InitSubgraphIndex()
         for _, code, op in calls
         if code == BuiltinOperator.CALL_ONCE
     }

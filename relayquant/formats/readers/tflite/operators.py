@@ -55,9 +55,7 @@ def convert_shape(converter: Any, op: Any) -> relax.Expr:
 
 def convert_softmax(converter: Any, op: Any) -> relax.Expr:
     """Convert SOFTMAX to softmax(beta * x). TVM ignores beta."""
-    from tflite import SoftmaxOptions
-
-    beta = read_options(op, SoftmaxOptions).Beta()
+    beta = read_options(op, "SoftmaxOptions").Beta()
     if beta == 1:
         return converter.convert_softmax(op)
     (data,), (result,) = converter.get_input_tensors(op), converter.get_output_tensors(op)
@@ -71,19 +69,17 @@ def convert_softmax(converter: Any, op: Any) -> relax.Expr:
 
 def convert_gelu(converter: Any, op: Any) -> relax.Expr:
     """Convert GELU with tanh if the option says so, else with erf. TVM always uses erf."""
-    from tflite import GeluOptions
-
     (data,) = operands(converter, op)
-    is_approximate = op.BuiltinOptions() is not None and read_options(op, GeluOptions).Approximate()
+    is_approximate = (
+        op.BuiltinOptions() is not None and read_options(op, "GeluOptions").Approximate()
+    )
     return relax.op.nn.gelu_tanh(data) if is_approximate else relax.op.nn.gelu(data)
 
 
 def convert_bucketize(converter: Any, op: Any) -> relax.Expr:
     """Convert BUCKETIZE: count the boundaries that are not larger. TVM counts the smaller ones."""
-    from tflite import BucketizeOptions
-
     (data,) = operands(converter, op)
-    boundaries = np.atleast_1d(read_options(op, BucketizeOptions).BoundariesAsNumpy())
+    boundaries = np.atleast_1d(read_options(op, "BucketizeOptions").BoundariesAsNumpy())
     return relax.op.bucketize(data, relax.const(boundaries, "float32"), out_int32=True, right=True)
 
 
@@ -106,9 +102,7 @@ def convert_arg_min(converter: Any, op: Any) -> relax.Expr:
 
 def convert_cumsum(converter: Any, op: Any) -> relax.Expr:
     """Convert CUMSUM, from the end if the option says so."""
-    from tflite import CumsumOptions
-
-    options = read_options(op, CumsumOptions)
+    options = read_options(op, "CumsumOptions")
     data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
     axis = int(read_constant(converter, op, 1).item())
     if options.Reverse():
@@ -152,12 +146,10 @@ def convert_squeeze(converter: Any, op: Any) -> relax.Expr:
 
     A complex number is a pair along one more axis, the last, which the file does not count.
     """
-    from tflite import SqueezeOptions
-
     (data,) = operands(converter, op)
     axes = np.array([], "int32")
     if op.BuiltinOptions() is not None:
-        axes = np.atleast_1d(read_options(op, SqueezeOptions).SqueezeDimsAsNumpy())
+        axes = np.atleast_1d(read_options(op, "SqueezeOptions").SqueezeDimsAsNumpy())
     has_none = axes.dtype != np.int32 or not axes.size
     (tensor,) = converter.get_input_tensors(op)
     rank = tensor.tensor.ShapeLength()
@@ -205,9 +197,7 @@ def split(data: relax.Expr, sizes: list[int], axis: int, is_share: bool = False)
 
 def convert_unpack(converter: Any, op: Any) -> relax.Expr:
     """Convert UNPACK(x) to the elements along an axis, without the axis."""
-    from tflite import UnpackOptions
-
-    axis = read_options(op, UnpackOptions).Axis()
+    axis = read_options(op, "UnpackOptions").Axis()
     (data,) = operands(converter, op)
     parts = converter.bb.emit(split(data, [1] * op.OutputsLength(), axis))
     if op.OutputsLength() == 1:
@@ -255,10 +245,8 @@ def convert_gather(converter: Any, op: Any) -> relax.Expr:
 
     With batch axes, R.gather_nd takes the rows of each batch.
     """
-    from tflite import GatherOptions
-
     data, index = operands(converter, op)
-    options = read_options(op, GatherOptions)
+    options = read_options(op, "GatherOptions")
     shape, batch = find_shape(data), options.BatchDims()
     rank = len(find_shape(index))
     axis = options.Axis() + (len(shape) if options.Axis() < 0 else 0)
@@ -335,9 +323,9 @@ def convert_mirror_pad(converter: Any, op: Any) -> relax.Expr:
     """Convert MIRROR_PAD that repeats the edge to R.take along each axis. R.nn.pad cannot repeat
     the edge.
     """
-    from tflite import MirrorPadMode, MirrorPadOptions
+    from tflite import MirrorPadMode
 
-    if read_options(op, MirrorPadOptions).Mode() != MirrorPadMode.SYMMETRIC:
+    if read_options(op, "MirrorPadOptions").Mode() != MirrorPadMode.SYMMETRIC:
         return converter.convert_mirror_pad(op)
     data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
     for axis, pads in enumerate(read_constant(converter, op, 1).tolist()):
@@ -468,12 +456,10 @@ def convert_fully_connected(converter: Any, op: Any) -> relax.Expr:
     """Convert FULLY_CONNECTED of rows. Without KeepNumDims, a value of higher rank is reshaped to
     rows first.
     """
-    from tflite import FullyConnectedOptions
-
     data, weight = converter.get_input_tensors(op)[:2]
     value = converter.get_tensor_expr(data)
     width = find_shape(converter.get_tensor_expr(weight))[-1]
-    is_kept = read_options(op, FullyConnectedOptions).KeepNumDims()
+    is_kept = read_options(op, "FullyConnectedOptions").KeepNumDims()
     shape = tensor_shape(value) or find_shape(value)
     if is_kept or (len(shape) == 2 and shape[-1] == width):
         return converter.convert_fully_connected(op)
@@ -484,9 +470,7 @@ def convert_fully_connected(converter: Any, op: Any) -> relax.Expr:
 
 def convert_batch_matmul(converter: Any, op: Any) -> relax.Expr:
     """Convert BATCH_MATMUL to R.matmul, which broadcasts as TFLite does."""
-    from tflite import BatchMatMulOptions
-
-    options = read_options(op, BatchMatMulOptions)
+    options = read_options(op, "BatchMatMulOptions")
     left, right = operands(converter, op)
     if options.AdjX():
         left = transpose_last(converter, left)
@@ -503,9 +487,7 @@ def transpose_last(converter: Any, value: relax.Expr) -> relax.Expr:
 
 def convert_transpose_conv(converter: Any, op: Any) -> relax.Expr:
     """Convert TRANSPOSE_CONV with its fused activation, which TVM ignores."""
-    from tflite import TransposeConvOptions
-
-    function = read_options(op, TransposeConvOptions).FusedActivationFunction()
+    function = read_options(op, "TransposeConvOptions").FusedActivationFunction()
     value = converter.convert_transpose_conv(op)
     (result,) = converter.get_output_tensors(op)
     if result.qnn_params and function:
@@ -517,9 +499,7 @@ def convert_resize_nearest(converter: Any, op: Any) -> relax.Expr:
     """Convert RESIZE_NEAREST_NEIGHBOR. With aligned corners, TFLite rounds halves up and TVM does
     not.
     """
-    from tflite import ResizeNearestNeighborOptions
-
-    options = read_options(op, ResizeNearestNeighborOptions)
+    options = read_options(op, "ResizeNearestNeighborOptions")
     if not options.AlignCorners():
         return converter.convert_resize_nearest_neighbor(op)
     data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])

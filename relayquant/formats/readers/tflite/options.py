@@ -7,23 +7,19 @@ from typing import Any
 from relayquant.formats.readers.refusal import Refusal
 
 
-def read_options(op: Any, options_class: Any) -> Any:
-    """Read the options of an operator.
+def read_options(op: Any, name: str) -> Any:
+    """Read the options of an operator. `name`: of their class in the package tflite.
 
     Raises:
         Refusal: it has no options, or another operator's options.
     """
-    from tflite import BuiltinOptions, BuiltinOptions2
+    import tflite
 
-    name = options_class.__name__
-    table, kind = op.BuiltinOptions(), op.BuiltinOptionsType()
-    if hasattr(BuiltinOptions2, name):
-        table, kind = op.BuiltinOptions2(), op.BuiltinOptions2Type()
-        expected = getattr(BuiltinOptions2, name)
-    else:
-        expected = getattr(BuiltinOptions, name)
-    if table is None or kind != expected:
+    kinds, table, kind = tflite.BuiltinOptions, op.BuiltinOptions(), op.BuiltinOptionsType()
+    if hasattr(tflite.BuiltinOptions2, name):
+        kinds, table, kind = tflite.BuiltinOptions2, op.BuiltinOptions2(), op.BuiltinOptions2Type()
+    if table is None or kind != getattr(kinds, name):
         raise Refusal(f"it lacks its options ({name})")
-    options = options_class()
+    options = getattr(tflite, name)()
     options.Init(table.Bytes, table.Pos)
     return options

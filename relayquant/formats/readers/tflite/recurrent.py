@@ -269,10 +269,8 @@ def convert_layer(converter: Any, op: Any) -> relax.Expr:
     With merged outputs and the batch first, TFLite's kernel of bidirectional LSTMs writes all
     samples but the first to wrong places. Here they are right.
     """
-    import tflite
-
     layer = LAYERS[converter.kind]
-    options = read_options(op, getattr(tflite, layer.options))
+    options = read_options(op, layer.options)
     what, numbers = layer.unsupported
     if any(find_index(op, at) >= 0 for at in numbers):
         raise Refusal(f"it has {what}; supported: none")
