@@ -26,6 +26,7 @@ from relayquant.ir.agreement import Agreement, describe_sqnr
 from relayquant.ir.dialect.legality import is_integer_operator
 from relayquant.ir.plan import PassedOver, Plan
 from relayquant.ir.rewrite.entry import attach_attrs, find_attrs
+from relayquant.ir.rewrite.function import add_functions
 
 LEDGER_ATTR = "relayquant.ledger"
 
@@ -571,10 +572,8 @@ def read_ledger(mod: tvm.IRModule) -> Ledger:
 
 def write_ledger(mod: tvm.IRModule, ledger: Ledger) -> tvm.IRModule:
     """Return the module with another ledger."""
-    functions = dict(mod.functions_items())
-    changed = tvm.IRModule(functions, attrs=mod.attrs)
-    changed["main"] = mod["main"].with_attrs(ledger_attrs(ledger))
-    return changed
+    main = mod["main"].with_attrs(ledger_attrs(ledger))
+    return add_functions(mod, {mod.get_global_var("main"): main})
 
 
 def attach_ledger(mod: tvm.IRModule, ledger: Ledger) -> tvm.IRModule:
