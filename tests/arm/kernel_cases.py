@@ -62,7 +62,7 @@ from relayquant.codegen.kernels.integer.pool import (
     build_max_pool2d,
 )
 from relayquant.codegen.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
-from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
+from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, Dense
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.ir.reference import qnn
 from relayquant.ir.reference.row_arithmetic import softmax_along
@@ -189,7 +189,7 @@ def make_convolution(spec: Conv2d, least: int = -128) -> Case:
     acc = conv2d_accumulators(x, w, bias, spec)
 
     def build(isa: Isa) -> tuple[PrimFunc, list[np.ndarray]]:
-        packed = pack_conv2d(spec, isa, w, bias, multiplier)
+        packed = pack_conv2d(spec, isa, Constants(w, bias, multiplier))
         return build_conv2d(spec, isa), [x, *packed.arguments(), *added]
 
     return Case(build, finish(acc, spec.epilogue, multiplier, residual))
@@ -204,7 +204,7 @@ def make_transposed(spec: Conv2dTranspose) -> Case:
     acc = conv2d_transpose_accumulators(x, w, bias, spec)
 
     def build(isa: Isa) -> tuple[PrimFunc, list[np.ndarray]]:
-        packed = pack_conv2d_transpose(spec, isa, w, bias, multiplier)
+        packed = pack_conv2d_transpose(spec, isa, Constants(w, bias, multiplier))
         return build_conv2d_transpose(spec, isa), [x, *packed.arguments()]
 
     return Case(build, finish(acc, spec.epilogue, multiplier))
@@ -254,7 +254,7 @@ def make_extreme_sums(weight: int = -128) -> Case:
     return Case(
         lambda isa: (
             build_dense(spec, isa),
-            [x, *pack_dense(spec, isa, w, bias, None).arguments()],
+            [x, *pack_dense(spec, isa, Constants(w, bias, None)).arguments()],
         ),
         expected,
     )
@@ -277,7 +277,7 @@ def make_residual_pairs() -> Case:
     acc = np.repeat(x.astype("int64") + 3, 4, axis=1)
 
     def build(isa: Isa) -> tuple[PrimFunc, list[np.ndarray]]:
-        packed = pack_dense(spec, isa, ones, zeros, factor)
+        packed = pack_dense(spec, isa, Constants(ones, zeros, factor))
         return build_dense(spec, isa), [x, *packed.arguments(), residual]
 
     return Case(build, finish(acc, out, factor, residual))

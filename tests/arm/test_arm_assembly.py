@@ -22,7 +22,7 @@ from relayquant.codegen.kernels.integer.matmul import (
     plan_batch_matmul,
 )
 from relayquant.codegen.kernels.integer.pool import AvgPool2d, PoolWindow, build_avg_pool2d
-from relayquant.codegen.kernels.integer.specs import Conv2d
+from relayquant.codegen.kernels.integer.specs import Constants, Conv2d
 from relayquant.codegen.kernels.isa.arm import (
     LARGEST_PAIRED,
     NEON,
@@ -241,7 +241,7 @@ def test_for_weights__bytes_in_pairs_where_no_weight_is_too_much():
     for isa in (NEON32, SDOT, SMMLA):
         assert isa.for_weights(weight) is isa
     with pytest.raises(ValueError, match="Allowed: weights of -127 to 127"):
-        pack_conv2d(MATRIX, NEON_PAIRS, weight, np.zeros(64, "int32"), np.float32(1))
+        pack_conv2d(MATRIX, NEON_PAIRS, Constants(weight, np.zeros(64, "int32"), np.float32(1)))
 
 
 def test_inner_loop__of_32_bits_multiplies_by_lane_index():

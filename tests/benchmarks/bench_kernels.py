@@ -24,7 +24,7 @@ from tvm.target import Target
 from relayquant.analysis.peak import compile_peak
 from relayquant.codegen.kernels.integer.convolution.direct import build_conv2d, pack_conv2d
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual
-from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
+from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, Dense
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import name_cpu, resolve_target
@@ -109,7 +109,7 @@ def compile_layer(spec: Conv2d, isa: Isa, target: Target) -> tuple[Callable[[], 
     rng = np.random.default_rng(0)
     w = rng.integers(-127, 128, spec.weight_shape).astype("int8")
     m = np.full(spec.out_channels, 1 / (np.sqrt(w[0].size) * 127 * 80), "float32")
-    packed = pack_conv2d(spec, isa, w, np.zeros(spec.out_channels, "int32"), m)
+    packed = pack_conv2d(spec, isa, Constants(w, np.zeros(spec.out_channels, "int32"), m))
     arrays = [rng.integers(0, 128, spec.in_shape).astype(spec.in_dtype), *packed.arguments()]
     results = 2 if spec.epilogue.residual else 1
     arrays += [np.zeros(spec.out_shape, spec.epilogue.dtype) for _ in range(results)]

@@ -45,7 +45,7 @@ from relayquant.codegen.kernels.integer.conv_plan import list_tiles
 from relayquant.codegen.kernels.integer.convolution.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.convolution.winograd import WinogradPlan, saves_time
 from relayquant.codegen.kernels.integer.product import choose_product
-from relayquant.codegen.kernels.integer.specs import Conv2d, KernelSchedule
+from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, KernelSchedule
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.target import (
     find_architecture,
@@ -283,7 +283,7 @@ def bind_arguments(
     bias = np.zeros(spec.out_channels, "int32")
     factor = 1 / (8 * 64 * max(prod(spec.weight_shape[1:]), 1))
     multiplier = np.float32(factor) if spec.epilogue.has_multiplier else None
-    packed = choose_product(spec, isa, schedule).pack(weight, bias, multiplier)
+    packed = choose_product(spec, isa, schedule).pack(Constants(weight, bias, multiplier))
     weights, *constants = packed.arguments()
     arrays = [rng.integers(0, 100, spec.in_shape).astype(spec.in_dtype), *constants]
     if spec.epilogue.residual:

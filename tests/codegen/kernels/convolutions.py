@@ -16,7 +16,7 @@ from tvm.target import Target
 from relayquant.codegen.kernels.conv_shape import Conv2dShape
 from relayquant.codegen.kernels.integer.convolution.direct import build_conv2d, pack_conv2d
 from relayquant.codegen.kernels.integer.convolution.transposed import Conv2dTranspose
-from relayquant.codegen.kernels.integer.specs import Conv2d
+from relayquant.codegen.kernels.integer.specs import Constants, Conv2d
 from relayquant.codegen.kernels.isa.base import Isa
 
 
@@ -84,7 +84,7 @@ def check_conv2d(
     w = random_weights(rng, spec.weight_shape)
     bias = rng.integers(-5000, 5000, spec.out_channels).astype("int32")
     multiplier = random_multiplier(rng, w) if spec.epilogue.has_multiplier else None
-    inputs = [x, *pack(spec, isa, w, bias, multiplier).arguments()]
+    inputs = [x, *pack(spec, isa, Constants(w, bias, multiplier)).arguments()]
     residual = None
     if spec.epilogue.residual is not None:
         residual = random_values(rng, spec.out_shape, spec.epilogue.residual.dtype)

@@ -36,7 +36,7 @@ from relayquant.codegen.kernels.integer.convolution.tile import locate_tile
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.operands import Image, Placement
 from relayquant.codegen.kernels.integer.saturating_pack import channel_order
-from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, Tile
+from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, Dense, Tile
 from relayquant.codegen.kernels.isa.timing import ZEN4, ZEN5, Timing
 from relayquant.codegen.kernels.isa.x86 import (
     AVX2,
@@ -374,7 +374,7 @@ def test_build_dense__equals_numpy(isa, m, k, n):
     bias = rng.integers(-999, 999, n).astype("int32")
     multiplier = random_multiplier(rng, w)
     acc = (x.astype("int64") - 7) @ w.T.astype("int64") + bias
-    inputs = [x, *pack_dense(spec, isa, w, bias, multiplier).arguments()]
+    inputs = [x, *pack_dense(spec, isa, Constants(w, bias, multiplier)).arguments()]
     got = call_kernel(build_dense(spec, isa), runnable_target(isa), inputs, (m, n), "int8")
     np.testing.assert_array_equal(got, finish(acc, spec.epilogue, multiplier))
 
@@ -385,9 +385,8 @@ def test_build_dense__residual_at_factors_where_two_roundings_differ(isa):
     x, r = x.reshape(-1, 1), np.repeat(r.reshape(-1, 1), 16, axis=1)
     epilogue = Epilogue(zero_point=100, residual=Residual("uint8", 13, 1 / 6))
     spec = Dense(len(x), 1, 16, "uint8", 125, epilogue)
-    packed = pack_dense(
-        spec, isa, np.ones((16, 1), "int8"), np.zeros(16, "int32"), np.array(2 / 3, "float32")
-    )
+    ones, zeros = np.ones((16, 1), "int8"), np.zeros(16, "int32")
+    packed = pack_dense(spec, isa, Constants(ones, zeros, np.array(2 / 3, "float32")))
     inputs = [x, *packed.arguments(), r]
     got = call_kernel(build_dense(spec, isa), runnable_target(isa), inputs, r.shape, "uint8")
     acc = np.repeat(x.astype("int64") - 125, 16, axis=1)
@@ -399,7 +398,7 @@ def test_build_conv2d__accumulators_wrap_like_int32():
     spec = Dense(1, 4, 4, epilogue=RAW)
     x, w = np.full((1, 4), 255, "uint8"), np.full((4, 4), 127, "int8")
     bias = np.array([2**31 - 1, -(2**31), 0, 2**31 - 1 - 4 * 255 * 127], "int32")
-    inputs = [x, *pack_dense(spec, isa, w, bias, None).arguments()]
+    inputs = [x, *pack_dense(spec, isa, Constants(w, bias, None)).arguments()]
     got = call_kernel(build_dense(spec, isa), runnable_target(isa), inputs, (1, 4), "int32")
     wrapped = (bias.astype("int64") + 4 * 255 * 127).astype("uint32").view("int32")
     np.testing.assert_array_equal(got[0], wrapped)
@@ -415,7 +414,7 @@ def test_build_dense__runs_from_relax():
     builder = relax.BlockBuilder()
     kernel = builder.add_func(func, "dense")
     x_var = relax.Var("x", relax.TensorType(x.shape, "uint8"))
-    constants = pack_dense(spec, isa, w, bias, multiplier).arguments()
+    constants = pack_dense(spec, isa, Constants(w, bias, multiplier)).arguments()
     args = [x_var] + [relax.const(a) for a in constants]
     with builder.function("main", [x_var]):
         with builder.dataflow():
@@ -553,21 +552,23 @@ def test_channel_order__is_what_packs_undo():
 def test_pack_conv2d__wrong_weight_shape():
     spec = Conv2d(1, 8, 8, 16, 32, (3, 3))
     with pytest.raises(ValueError, match=r"OHWI \(32, 3, 3, 16\)"):
-        pack_conv2d(spec, VNNI512, np.zeros((32, 16, 3, 3), "int8"), np.zeros(32, "int32"), None)
+        pack_conv2d(
+            spec, VNNI512, Constants(np.zeros((32, 16, 3, 3), "int8"), np.zeros(32, "int32"), None)
+        )
 
 
 def test_pack_conv2d__multiplier_where_none_is_taken():
     spec = Dense(1, 8, 8, epilogue=RAW)
     weight, bias = np.zeros((8, 8), "int8"), np.zeros(8, "int32")
     with pytest.raises(ValueError, match="takes no multiplier"):
-        pack_dense(spec, VNNI512, weight, bias, np.ones(8, "float32"))
+        pack_dense(spec, VNNI512, Constants(weight, bias, np.ones(8, "float32")))
 
 
 def test_pack_conv2d__multiplier_that_is_not_small():
     spec = Dense(1, 8, 8, epilogue=Epilogue(is_small=True))
     weight, bias = np.zeros((8, 8), "int8"), np.zeros(8, "int32")
     with pytest.raises(ValueError, match=r"reaches 0\.75. Allowed: up to 0\.5"):
-        pack_dense(spec, VNNI512, weight, bias, np.full(8, 0.75, "float32"))
+        pack_dense(spec, VNNI512, Constants(weight, bias, np.full(8, 0.75, "float32")))
 
 
 @every_isa
@@ -673,7 +674,7 @@ def test_build_conv2d__shapes_of_a_conv1d():
     w = random_weights(rng, spec.weight_shape)
     x, multiplier = random_values(rng, (1, 9, 4), "uint8"), random_multiplier(rng, w)
     func = build_conv2d(spec, isa, "conv1d", (1, 9, 4), (1, 7, 6))
-    packed = pack_conv2d(spec, isa, w, np.zeros(6, "int32"), multiplier)
+    packed = pack_conv2d(spec, isa, Constants(w, np.zeros(6, "int32"), multiplier))
     got = call_kernel(func, runnable_target(isa), [x, *packed.arguments()], (1, 7, 6), "uint8")
     acc = conv2d_accumulators(x[:, None], w, np.zeros(6), spec)[:, 0]
     np.testing.assert_array_equal(got, finish(acc, spec.epilogue, multiplier))
@@ -687,7 +688,7 @@ def check_small_weights(isa, small, spec, x, w):
     target = runnable_target(isa)
     assert isa.for_weights(w) is small
     bias = np.zeros(spec.out_channels, "int32")
-    packed = pack_conv2d(spec, small, w, bias, None)
+    packed = pack_conv2d(spec, small, Constants(w, bias, None))
     got = call_kernel(
         build_conv2d(spec, small), target, [x, *packed.arguments()], spec.out_shape, "int32"
     )
@@ -735,7 +736,7 @@ def test_small_weights__larger_ones_are_refused(isa, small, weight):
     w[3, 0, 0, 1] = weight
     assert isa.for_weights(w) is isa
     with pytest.raises(ValueError, match="Allowed: up to 64"):
-        pack_conv2d(spec, small, w, np.zeros(8, "int32"), None)
+        pack_conv2d(spec, small, Constants(w, np.zeros(8, "int32"), None))
 
 
 def test_small_weights__other_instructions_do_not_care():

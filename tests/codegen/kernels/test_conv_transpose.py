@@ -15,6 +15,7 @@ from relayquant.codegen.kernels.integer.convolution.transposed import (
     choose_transpose_plan,
     pack_conv2d_transpose,
 )
+from relayquant.codegen.kernels.integer.specs import Constants
 from relayquant.codegen.kernels.isa.timing import ZEN5
 from relayquant.codegen.kernels.isa.x86 import VNNI512
 
@@ -44,7 +45,7 @@ def test_build_conv2d_transpose__equals_numpy(isa, case):
     w = random_weights(rng, spec.weight_shape)
     bias = rng.integers(-500, 500, spec.out_channels).astype("int32")
     multiplier = random_multiplier(rng, w)
-    packed = pack_conv2d_transpose(spec, isa, w, bias, multiplier)
+    packed = pack_conv2d_transpose(spec, isa, Constants(w, bias, multiplier))
     got = call_kernel(
         build_conv2d_transpose(spec, isa), runnable_target(isa), [x, *packed.arguments()],
         spec.out_shape, "uint8",

@@ -125,7 +125,7 @@ def test_build_depthwise__code_grows_as_the_window(isa):
 
     def measure(size: int) -> int:
         spec = depthwise(1, 9, 9, 24, (size, size), (1, 1))
-        return len(build_depthwise(spec, isa, "f", None, None).script())
+        return len(build_depthwise(spec, isa, "f").script())
 
     assert measure(6) < 6 * measure(3)
 

@@ -24,7 +24,7 @@ from relayquant.codegen.kernels.in_place import can_overwrite, overwrite_operand
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_constants
 from relayquant.codegen.kernels.integer.convolution.direct import build_planned
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
-from relayquant.codegen.kernels.integer.specs import Conv2d, Tile
+from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, Tile
 from relayquant.codegen.kernels.integer.tiled.plan import TiledPlan, TileRows, plan_tiles
 from relayquant.codegen.kernels.integer.tiled.results import stores_once
 from relayquant.codegen.kernels.isa.base import Isa
@@ -69,7 +69,7 @@ def test_overwrite_operand__bytes(isa, size, kernel):
         for shape in (plan.spec.in_shape, plan.spec.out_shape)
     )
     w = rng.integers(-127, 127, plan.spec.weight_shape).astype("int8")
-    packed = pack_constants(plan, w, np.zeros(64, "int32"), np.full(64, 1e-4, "float32"))
+    packed = pack_constants(plan, Constants(w, np.zeros(64, "int32"), np.full(64, 1e-4, "float32")))
     built, operands = build_planned(plan), [x, *packed.arguments()]
     separate, over = run_both(built, find_target(isa), operands, residual)
     assert stores_once(plan)

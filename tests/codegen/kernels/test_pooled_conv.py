@@ -20,7 +20,7 @@ from relayquant.codegen.kernels.integer.convolution.pooled import (
 )
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.pool import PoolWindow
-from relayquant.codegen.kernels.integer.specs import Conv2d
+from relayquant.codegen.kernels.integer.specs import Constants, Conv2d
 from relayquant.codegen.kernels.isa.arm import SDOT, SMMLA
 from relayquant.codegen.kernels.isa.x86 import AMX, VNNI512
 
@@ -72,7 +72,7 @@ def check(spec: PooledConv2d, isa) -> None:
     bias = rng.integers(-5000, 5000, own.out_channels).astype("int32")
     multiplier = random_multiplier(rng, w)
     multiplier[0] = 0.0
-    packed = pack_pooled_conv2d(spec, isa, w, bias, multiplier)
+    packed = pack_pooled_conv2d(spec, isa, Constants(w, bias, multiplier))
     results = finish(conv2d_accumulators(x, w, bias, own), own.epilogue, multiplier)
     got = call_kernel(
         build_pooled_conv2d(spec, isa),

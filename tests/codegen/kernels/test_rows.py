@@ -20,7 +20,7 @@ from relayquant.codegen.kernels.integer.dynamic_rows import (
     plan_rows,
 )
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
-from relayquant.codegen.kernels.integer.specs import Dense
+from relayquant.codegen.kernels.integer.specs import Constants, Dense
 from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.x86 import AMX
@@ -41,7 +41,7 @@ class Layer:
         w = random_values(rng, (spec.out_features, spec.in_features), "int8")
         bias = rng.integers(-5000, 5000, spec.out_features).astype("int32")
         multiplier = random_multiplier(rng, w) if spec.epilogue.has_multiplier else None
-        packed = pack_dense_rows(spec, self.isa, w, bias, multiplier)
+        packed = pack_dense_rows(spec, self.isa, Constants(w, bias, multiplier))
         func = build_dense_rows(spec, self.isa, "dense", self.leading)
         kernel = compile_kernel(func, find_target(self.isa))
         for shape in shapes:

@@ -29,7 +29,7 @@ from relayquant.codegen.kernels.integer.convolution.direct import (
 from relayquant.codegen.kernels.integer.convolution.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, plan_batch_matmul
-from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, Tile
+from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, Dense, Tile
 from relayquant.codegen.kernels.integer.tiled.plan import BLOCKS, TiledPlan, TileRows, list_rows
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.matrix_unit import AMX_INT8
@@ -49,7 +49,7 @@ def check_plan(plan: TiledPlan, isa: Isa, seed: int = 0) -> None:
         find_target(isa),
         seed,
         build=lambda spec, isa, name: build_planned(plan, name),
-        pack=lambda spec, isa, *constants: pack_constants(plan, *constants),
+        pack=lambda spec, isa, constants: pack_constants(plan, constants),
     )
 
 
@@ -149,7 +149,7 @@ def test_build_conv2d__symbolic_batch_runs_on_tiles(isa):
     rng, images = np.random.default_rng(0), 3
     weight = random_weights(rng, spec.weight_shape)
     bias, factor = np.zeros(16, "int32"), random_multiplier(rng, weight)
-    packed = pack_conv2d(spec, isa, weight, bias, factor).arguments()
+    packed = pack_conv2d(spec, isa, Constants(weight, bias, factor)).arguments()
     with repeat_over_batch((0, 4)):
         kernel = compile_kernel(build_conv2d(spec, isa), find_target(isa))
     many = replace(spec, batch=images)
@@ -306,7 +306,7 @@ def test_permission__a_process_that_may_not_use_tiles_computes_the_same(tmp_path
     bias = np.zeros(WIDE.out_channels, "int32")
     factor = random_multiplier(rng, weight)
     x = random_values(rng, WIDE.in_shape, "uint8")
-    packed = pack_conv2d(WIDE, AMX, weight, bias, factor).arguments()
+    packed = pack_conv2d(WIDE, AMX, Constants(weight, bias, factor)).arguments()
     kernel = tvm.IRModule({"conv2d": build_conv2d(WIDE, AMX)})
     tvm.compile(kernel, target=WITH_TILES).export_library(str(tmp_path / "kernel.so"))
     np.savez(tmp_path / "inputs.npz", x, *packed, np.zeros(WIDE.out_shape, "uint8"))

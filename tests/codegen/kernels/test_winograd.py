@@ -28,7 +28,7 @@ from relayquant.codegen.kernels.integer.convolution.winograd import (
     saves_time,
 )
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
-from relayquant.codegen.kernels.integer.specs import Conv2d, KernelSchedule
+from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, KernelSchedule
 from relayquant.codegen.kernels.isa.arm import SDOT
 from relayquant.codegen.kernels.isa.base import PORTABLE
 from relayquant.codegen.kernels.isa.timing import COMMON, ZEN4, ZEN5
@@ -146,7 +146,7 @@ def test_winograd__sums_as_large_as_they_get(isa, largest, signs, zero_point):
     x = (x + np.int16(zero_point)).astype(dtype)
     bias = np.arange(16, dtype="int32")
     assert 0.97 * LARGEST_SUM < find_largest_sum(spec, weight, bias) < LARGEST_SUM
-    inputs = [x, *pack_winograd(spec, isa, weight, bias, None).arguments()]
+    inputs = [x, *pack_winograd(spec, isa, Constants(weight, bias, None)).arguments()]
     got = call_kernel(
         build_winograd(spec, isa), runnable_target(isa), inputs, spec.out_shape, "int32"
     )
@@ -168,7 +168,7 @@ def test_winograd__bias_as_large_as_it_gets(sign, epilogue):
     assert can_winograd(spec, isa, weight, bias)
     assert not can_winograd(spec, isa, weight, bias + sign * 2**20)
     multiplier = np.float32(sign * 9e-4) if epilogue.has_multiplier else None
-    inputs = [x, *pack_winograd(spec, isa, weight, bias, multiplier).arguments()]
+    inputs = [x, *pack_winograd(spec, isa, Constants(weight, bias, multiplier)).arguments()]
     got = call_kernel(
         build_winograd(spec, isa), runnable_target(isa), inputs, spec.out_shape, epilogue.dtype
     )
@@ -183,7 +183,7 @@ def test_winograd__sums_that_are_too_large_are_refused():
     assert not can_winograd(spec, VNNI512, weight, bias)
     multiplier, largest = np.float32(1e-6), 255 * 127 * 9 * 120 + 7
     with pytest.raises(ValueError, match=f"reach {largest}; allowed: below 33554432"):
-        pack_winograd(spec, VNNI512, weight, bias, multiplier)
+        pack_winograd(spec, VNNI512, Constants(weight, bias, multiplier))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 
 from relayquant.codegen.kernels.emit import ceil_div
 from relayquant.codegen.kernels.integer.saturating_pack import can_narrow, channel_order
-from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, Tile, pack_channels
+from relayquant.codegen.kernels.integer.specs import (
+    Constants,
+    Conv2d,
+    PackedWeights,
+    Tile,
+    pack_channels,
+)
 from relayquant.codegen.kernels.isa.base import Isa
 
 #: Extra cost per word for an accumulator on the stack, which is loaded and stored by other units
@@ -453,12 +459,7 @@ def list_tiles(plan: ConvPlan, count: int) -> list[Tile]:
     return chosen
 
 
-def pack_constants(
-    plan: ConvPlan,
-    weight: NDArray[np.int8],
-    bias: NDArray[np.int32],
-    multiplier: NDArray[np.float32] | None,
-) -> PackedWeights:
+def pack_constants(plan: ConvPlan, constants: Constants) -> PackedWeights:
     """Pack the constant operands of a kernel for the plan.
 
     OHWI weight, others as for `pack_channels`.
@@ -466,10 +467,8 @@ def pack_constants(
     Raises:
         ConfigError: A shape does not fit, or the multiplier is missing or not allowed.
     """
-    folded, factors = pack_channels(
-        plan.spec, weight, bias, multiplier, plan.shift, plan.all_channels
-    )
-    return PackedWeights(pack_panels(plan, weight), folded, factors)
+    folded, factors = pack_channels(plan.spec, constants, plan.shift, plan.all_channels)
+    return PackedWeights(pack_panels(plan, constants.weight), folded, factors)
 
 
 def pack_panels(plan: ConvPlan, weight: NDArray[np.integer]) -> NDArray[np.integer]:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-import numpy as np
-from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
@@ -50,7 +48,7 @@ from relayquant.codegen.kernels.integer.operands import (
     Placement,
     emit_prepared_rows,
 )
-from relayquant.codegen.kernels.integer.specs import Dense, PackedWeights, Tile
+from relayquant.codegen.kernels.integer.specs import Constants, Dense, PackedWeights, Tile
 from relayquant.codegen.kernels.integer.tiled.plan import FEWEST_PIXELS, TiledPlan
 from relayquant.codegen.kernels.integer.tiled.rows import (
     FEWEST_ROWS,
@@ -125,19 +123,13 @@ def plan_rows(spec: Dense, isa: Isa, *, packs_later: bool = False) -> RowsPlan:
     return RowsPlan(tuple(tiles), tiled)
 
 
-def pack_dense_rows(
-    spec: Dense,
-    isa: Isa,
-    weight: NDArray[np.int8],
-    bias: NDArray[np.int32],
-    multiplier: NDArray[np.float32] | None,
-) -> PackedWeights:
+def pack_dense_rows(spec: Dense, isa: Isa, constants: Constants) -> PackedWeights:
     """Pack the operands of `build_dense_rows`: weight (N, K), bias (N,), multiplier (N,) or ().
 
     Raises:
         ConfigError: A shape does not fit, or the multiplier is missing or not allowed.
     """
-    return pack_constants(plan_rows(spec, isa).full, weight[:, None, None, :], bias, multiplier)
+    return pack_constants(plan_rows(spec, isa).full, constants.as_conv2d())
 
 
 def build_dense_rows(

@@ -27,7 +27,7 @@ from relayquant.codegen.kernels.integer.saturating_pack import (
     emit_narrow_residuals,
     emit_narrow_store,
 )
-from relayquant.codegen.kernels.integer.specs import Conv2d
+from relayquant.codegen.kernels.integer.specs import Conv2d, Shape
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, join
 
 
@@ -109,19 +109,18 @@ def locate_panel(
 
 
 def declare_operands(
-    spec: Conv2d,
-    isa: Isa,
-    weight_size: int,
-    channel_size: int,
-    in_shape: tuple[int, ...] | None,
-    out_shape: tuple[int, ...] | None,
+    spec: Conv2d, isa: Isa, weight_size: int, channel_size: int, *shapes: Shape
 ) -> Operands:
-    """Declare x, weight, bias[, multiplier][, residual], y, in this order."""
+    """Declare x, weight, bias[, multiplier][, residual], y, in this order.
+
+    `shapes` of x and y: those of `spec` if there are none.
+    """
     channels, added = (channel_size,), spec.epilogue.residual
-    y_shape = (*spec.out_shape[:-1], spec.result_channels) if out_shape is None else out_shape
+    own = (spec.stored_shape, (*spec.out_shape[:-1], spec.result_channels))
+    x_shape, y_shape = shapes or own
     return Operands(
         *declare_arguments(
-            ("x", in_shape or spec.stored_shape, spec.in_dtype),
+            ("x", x_shape, spec.in_dtype),
             ("weight", (weight_size,), isa.weight_dtype),
             ("bias", channels, "int32"),
             ("multiplier", channels, "float32") if spec.epilogue.has_multiplier else None,

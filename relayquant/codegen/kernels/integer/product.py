@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.integer.convolution.direct import (
@@ -28,13 +26,17 @@ from relayquant.codegen.kernels.integer.convolution.transposed import (
 )
 from relayquant.codegen.kernels.integer.convolution.winograd import build_winograd, pack_winograd
 from relayquant.codegen.kernels.integer.dynamic_rows import build_dense_rows, pack_dense_rows
-from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, KernelSchedule, PackedWeights
+from relayquant.codegen.kernels.integer.specs import (
+    Constants,
+    Conv2d,
+    Dense,
+    KernelSchedule,
+    PackedWeights,
+)
 from relayquant.codegen.kernels.isa.base import Isa
 
 #: Direct form, without transforms, in the tile with the smallest estimated time.
 DIRECT = KernelSchedule()
-
-Multiplier = NDArray[np.float32] | np.float32 | None
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,9 @@ class ProductKernel:
     packer: Callable[..., PackedWeights]
     builder: Callable[..., PrimFunc]
 
-    def pack(
-        self, weight: NDArray[np.int8], bias: NDArray[np.int32], multiplier: Multiplier
-    ) -> PackedWeights:
-        """Pack the constant operands of the kernel; see `pack_conv2d`."""
-        return self.packer(self.spec, self.isa, weight, bias, multiplier)
+    def pack(self, constants: Constants) -> PackedWeights:
+        """Pack the constant operands of the kernel."""
+        return self.packer(self.spec, self.isa, constants)
 
     def build(self, name: str, *shapes: Any) -> PrimFunc:
         """Build the kernel, with its arguments in other shapes of equally many elements.

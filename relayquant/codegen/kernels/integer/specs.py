@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,6 +119,29 @@ class Dense:
         )
 
 
+#: Shape of an argument of a kernel.
+Shape = tuple[int, ...]
+
+
+class Constants(NamedTuple):
+    """Constants of a product as its operator has them, with kernel zero point 0.
+
+    Attributes:
+        weight: (O, KH, KW, I / groups) int8; (N, K) of a dense layer.
+        bias: (O,) int32, scale s_in * s_w[c]; without the zero point correction.
+        multiplier: (O,) or () float32; s_in * s_w[c] / s_out, or s_in * s_w[c] to dequantize. None
+            if accumulators are stored.
+    """
+
+    weight: NDArray[np.int8]
+    bias: NDArray[np.int32]
+    multiplier: NDArray[np.float32] | np.float32 | None
+
+    def as_conv2d(self) -> Constants:
+        """Return the constants of a dense layer as those of its 1x1 convolution."""
+        return self._replace(weight=self.weight[:, None, None, :])
+
+
 @dataclass(frozen=True)
 class PackedWeights:
     """Constant operands of a kernel in argument order; see `pack_conv2d`."""
@@ -149,12 +173,7 @@ def fold_zero_point(
 
 
 def pack_channels(
-    spec: Conv2d,
-    weight: NDArray[np.int8],
-    bias: NDArray[np.int32],
-    multiplier: NDArray[np.float32] | None,
-    zero_point_shift: int,
-    order: NDArray[np.int64],
+    spec: Conv2d, constants: Constants, zero_point_shift: int, order: NDArray[np.int64]
 ) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
     """Return the bias with the zero point folded in, and the multiplier, in the order `order`.
 
@@ -163,7 +182,7 @@ def pack_channels(
     Raises:
         ValueError: A shape does not fit, or the multiplier is missing or not allowed.
     """
-    channels = spec.out_channels
+    channels, (weight, bias, multiplier) = spec.out_channels, constants
     if weight.shape != spec.weight_shape or weight.dtype != np.int8:
         raise ValueError(
             f"Weights are {weight.dtype} {weight.shape}, expected int8 OHWI {spec.weight_shape}.",

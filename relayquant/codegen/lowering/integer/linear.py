@@ -18,7 +18,7 @@ from relayquant.codegen.kernels.integer.convolution.winograd import can_winograd
 from relayquant.codegen.kernels.integer.dynamic_matmul import DynamicMatmul, build_dynamic_matmul
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_matmul
 from relayquant.codegen.kernels.integer.product import DIRECT, choose_product
-from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
+from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, Dense, PackedWeights
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.lowering.engine import Lowered
 from relayquant.codegen.lowering.integer.concat import find_columns
@@ -154,14 +154,14 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     if pool is not None:
         var, pooled = pool
         product, chain = choose_product(pooled, isa), replace(chain, vars=(*chain.vars, var))
-        packed = product.pack(weight, chain.offsets, chain.multiplier)
+        packed = product.pack(Constants(weight, chain.offsets, chain.multiplier))
         return make_call(linear, data, chain, packed, partial(product.build, f"{name}_max_pool2d"))
     concat = None
     if not (spec.is_depthwise or chain.residuals):
         concat, columns = find_columns(context.graph, chain.vars[-1]) or (None, None)
         spec = replace(spec, columns=columns)
     product = choose_product(spec, isa, schedule)
-    packed = product.pack(weight, chain.offsets, chain.multiplier)
+    packed = product.pack(Constants(weight, chain.offsets, chain.multiplier))
     sizes = (batch, *spec.out_size, spec.result_channels)
     out_shape = sizes if len(linear.shape) == 4 else (batch, *sizes[2:])
     in_shape = linear.shape if joined is None else spec.stored_shape
@@ -210,7 +210,7 @@ def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | 
         epilogue=chain.epilogue,
     )
     product = choose_product(spec, context.isa.for_weights(weight))
-    packed = product.pack(weight, chain.offsets, chain.multiplier)
+    packed = product.pack(Constants(weight, chain.offsets, chain.multiplier))
     build = partial(product.build, "qnn_conv2d_transpose")
     return make_call(linear, linear.data, chain, packed, build)
 
@@ -247,7 +247,7 @@ def lower_dense(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     if not linear.is_symbolic:
         schedule = context.choose_schedule(spec.as_conv2d(), isa, False)
     product = choose_product(spec, isa, schedule, any_rows=linear.is_symbolic)
-    packed = product.pack(linear.weight, chain.offsets, chain.multiplier)
+    packed = product.pack(Constants(linear.weight, chain.offsets, chain.multiplier))
     operands = (linear.call.args[0], *packed.arguments(), *chain.residuals)
     if linear.is_symbolic:
         leading = [None if isinstance(n, str) else n for n in tensor_shape(operands[0]) or ()][:-1]

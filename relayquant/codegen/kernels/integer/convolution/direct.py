@@ -34,8 +34,6 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
@@ -88,7 +86,7 @@ from relayquant.codegen.kernels.integer.operands import (
     declare_operands,
     emit_prepared_image,
 )
-from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
+from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, Dense, PackedWeights, Shape
 from relayquant.codegen.kernels.integer.tiled.plan import TiledPlan
 from relayquant.codegen.kernels.integer.tiled.products import emit_tiled
 from relayquant.codegen.kernels.integer.tiled.results import mark_stores_once
@@ -101,19 +99,12 @@ PARTS, FEWEST_RUN = 64, 4
 MIXED_WORDS = 8
 
 
-def build_planned(
-    plan: ConvPlan,
-    name: str = "conv2d",
-    in_shape: tuple[int, ...] | None = None,
-    out_shape: tuple[int, ...] | None = None,
-) -> PrimFunc:
+def build_planned(plan: ConvPlan, name: str = "conv2d", *shapes: Shape) -> PrimFunc:
     """Build the kernel of a convolution for a plan and the constants of `pack_constants`."""
 
     def body() -> None:
         spec = plan.spec
-        operands = declare_operands(
-            spec, plan.isa, plan.weight_size, plan.channel_size, in_shape, out_shape
-        )
+        operands = declare_operands(spec, plan.isa, plan.weight_size, plan.channel_size, *shapes)
         image = Image(operands.data, spec.height, spec.width)
         cost = spec.macs + STORE_COST * prod(spec.out_shape) + WEIGHT_COST * plan.weight_size
         threads = cost >= PARALLEL_THRESHOLD
@@ -273,75 +264,45 @@ def emit_mixed(
             emit(i + count)
 
 
-def build_conv2d(
-    spec: Conv2d,
-    isa: Isa,
-    name: str = "conv2d",
-    in_shape: tuple[int, ...] | None = None,
-    out_shape: tuple[int, ...] | None = None,
-) -> PrimFunc:
+def build_conv2d(spec: Conv2d, isa: Isa, name: str = "conv2d", *shapes: Shape) -> PrimFunc:
     """Build the kernel of a convolution: PrimFunc(x, weight, bias[, multiplier][, residual], y).
 
-    x is NHWC, residual and y are like the output; the others come from `pack_conv2d`. `in_shape`
-    and `out_shape` declare the arguments with another shape of equally many elements, as for a
-    conv1d (N, W, C) or a dense layer (..., K).
+    x is NHWC, residual and y are like the output; the others come from `pack_conv2d`. `shapes`
+    declare x and y with other shapes of equally many elements, as for a conv1d (N, W, C) or a dense
+    layer (..., K).
     """
     if spec.is_depthwise:
-        return build_depthwise(spec, isa, name, in_shape, out_shape)
-    return build_planned(choose_plan(spec, isa), name, in_shape, out_shape)
+        return build_depthwise(spec, isa, name, *shapes)
+    return build_planned(choose_plan(spec, isa), name, *shapes)
 
 
-def pack_conv2d(
-    spec: Conv2d,
-    isa: Isa,
-    weight: NDArray[np.int8],
-    bias: NDArray[np.int32],
-    multiplier: NDArray[np.float32] | None,
-) -> PackedWeights:
+def pack_conv2d(spec: Conv2d, isa: Isa, constants: Constants) -> PackedWeights:
     """Pack the constant operands of `build_conv2d(spec, isa)`.
-
-    Args:
-        weight: (O, KH, KW, I / groups) int8, kernel zero point 0.
-        bias: (O,) int32, scale s_in * s_w[c]; without the zero point correction.
-        multiplier: (O,) or () float32; s_in * s_w[c] / s_out, or s_in * s_w[c] to dequantize. None
-            if accumulators are stored.
 
     Raises:
         ValueError: A shape does not fit, or the multiplier is missing or not allowed.
     """
     if spec.is_depthwise:
-        return pack_depthwise(spec, isa, weight, bias, multiplier)
-    return pack_constants(choose_plan(spec, isa), weight, bias, multiplier)
+        return pack_depthwise(spec, isa, constants)
+    return pack_constants(choose_plan(spec, isa), constants)
 
 
-def build_dense(
-    spec: Dense,
-    isa: Isa,
-    name: str = "dense",
-    in_shape: tuple[int, ...] | None = None,
-    out_shape: tuple[int, ...] | None = None,
-) -> PrimFunc:
+def build_dense(spec: Dense, isa: Isa, name: str = "dense", *shapes: Shape) -> PrimFunc:
     """Build the kernel of a dense layer: PrimFunc(x, weight, bias[, multiplier][, residual], y).
 
     x is (M, K) and y (M, N), or the given shapes with M split into several dimensions. The
     constants come from `pack_dense`.
     """
-    in_shape = in_shape or (spec.rows, spec.in_features)
-    out_shape = (spec.rows, spec.out_features) if out_shape is None else out_shape
-    return build_conv2d(spec.as_conv2d(), isa, name, in_shape, out_shape)
+    shapes = shapes or ((spec.rows, spec.in_features), (spec.rows, spec.out_features))
+    return build_conv2d(spec.as_conv2d(), isa, name, *shapes)
 
 
-def pack_dense(
-    spec: Dense,
-    isa: Isa,
-    weight: NDArray[np.int8],
-    bias: NDArray[np.int32],
-    multiplier: NDArray[np.float32] | None,
-) -> PackedWeights:
+def pack_dense(spec: Dense, isa: Isa, constants: Constants) -> PackedWeights:
     """Pack the operands of `build_dense`: weight (N, K), bias (N,), multiplier (N,) or ()."""
+    weight = constants.weight
     if weight.shape != (spec.out_features, spec.in_features):
         raise ValueError(
             f"pack_dense: weight has shape {weight.shape}, expected "
             f"{(spec.out_features, spec.in_features)}.",
         )
-    return pack_conv2d(spec.as_conv2d(), isa, weight[:, None, None, :], bias, multiplier)
+    return pack_conv2d(spec.as_conv2d(), isa, constants.as_conv2d())

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
@@ -56,7 +55,7 @@ from relayquant.codegen.kernels.integer.operands import (
 )
 from relayquant.codegen.kernels.integer.pool import PoolWindow
 from relayquant.codegen.kernels.integer.saturating_pack import count_packed
-from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, Tile
+from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, PackedWeights, Tile
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.unit_permission import count_threads, emit_if
 
@@ -121,15 +120,9 @@ def expect_plan(spec: PooledConv2d, isa: Isa) -> ConvPlan:
     return plan
 
 
-def pack_pooled_conv2d(
-    spec: PooledConv2d,
-    isa: Isa,
-    weight: NDArray[np.int8],
-    bias: NDArray[np.int32],
-    multiplier: NDArray[np.float32] | None,
-) -> PackedWeights:
+def pack_pooled_conv2d(spec: PooledConv2d, isa: Isa, constants: Constants) -> PackedWeights:
     """Pack the constant operands of `build_pooled_conv2d`; see `pack_conv2d`."""
-    return pack_constants(expect_plan(spec, isa), weight, bias, multiplier)
+    return pack_constants(expect_plan(spec, isa), constants)
 
 
 def build_pooled_conv2d(spec: PooledConv2d, isa: Isa, name: str = "conv2d_max_pool2d") -> PrimFunc:
@@ -139,7 +132,7 @@ def build_pooled_conv2d(spec: PooledConv2d, isa: Isa, name: str = "conv2d_max_po
 
     def body() -> None:
         operands = declare_operands(
-            conv, plan.isa, plan.weight_size, plan.channel_size, None, window.out_shape
+            conv, plan.isa, plan.weight_size, plan.channel_size, conv.stored_shape, window.out_shape
         )
         image = Image(operands.data, conv.height, conv.width)
         if plan.needs_copy:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.emit import PARALLEL_THRESHOLD, build_kernel
@@ -28,7 +27,13 @@ from relayquant.codegen.kernels.integer.operands import (
     declare_operands,
     emit_prepared_image,
 )
-from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
+from relayquant.codegen.kernels.integer.specs import (
+    Constants,
+    Conv2d,
+    PackedWeights,
+    Shape,
+    pack_channels,
+)
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.transposed import TransposedShape
 
@@ -108,19 +113,11 @@ def choose_transpose_plan(spec: Conv2dTranspose, isa: Isa) -> TransposePlan:
     return choose_instructions(lambda isa: TransposePlan(spec, isa), isa)
 
 
-def pack_conv2d_transpose(
-    spec: Conv2dTranspose,
-    isa: Isa,
-    weight: NDArray[np.int8],
-    bias: NDArray[np.int32],
-    multiplier: NDArray[np.float32] | None,
-) -> PackedWeights:
+def pack_conv2d_transpose(spec: Conv2dTranspose, isa: Isa, constants: Constants) -> PackedWeights:
     """Pack the constant operands of `build_conv2d_transpose(spec, isa)`.
 
-    Args:
-        weight: (O, KH, KW, I / groups) int8, kernel zero point 0. w[o, kh, kw, i] contributes to
-            the output kh rows and kw columns further on, as IOHW weights do after a transposition.
-        bias, multiplier: As in `pack_conv2d`.
+    Weight w[o, kh, kw, i] contributes to the output kh rows and kw columns further on, as IOHW
+    weights do after a transposition.
 
     Raises:
         ValueError: A shape does not fit, or the multiplier is missing or not allowed.
@@ -131,29 +128,24 @@ def pack_conv2d_transpose(
         in_zero_point=0, epilogue=spec.epilogue,
     )  # fmt: skip
     none = np.zeros(0, "int64")
-    pack_channels(whole, weight, bias, multiplier, 0, none)  # checks the shapes
+    pack_channels(whole, constants, 0, none)  # checks the shapes
     packed, folded, factors = [], [], []
-    for part, taps in zip(plan.parts, spec.split_weight(weight), strict=True):
+    for part, taps in zip(plan.parts, spec.split_weight(constants.weight), strict=True):
         zero_point = spec.in_zero_point + plan.isa.zero_point_shift(spec.in_dtype)
         packed.append(pack_panels(part, taps))
-        part_bias, part_factors = pack_channels(
-            part.spec, taps, bias, multiplier, zero_point, part.all_channels
-        )
+        own = constants._replace(weight=taps)
+        part_bias, part_factors = pack_channels(part.spec, own, zero_point, part.all_channels)
         folded.append(part_bias)
         factors.append(part_factors)
     return PackedWeights(
         np.concatenate(packed),
         np.concatenate(folded),
-        None if multiplier is None else np.concatenate(factors),
+        None if constants.multiplier is None else np.concatenate(factors),
     )
 
 
 def build_conv2d_transpose(
-    spec: Conv2dTranspose,
-    isa: Isa,
-    name: str = "conv2d_transpose",
-    in_shape: tuple[int, ...] | None = None,
-    out_shape: tuple[int, ...] | None = None,
+    spec: Conv2dTranspose, isa: Isa, name: str = "conv2d_transpose", *shapes: Shape
 ) -> PrimFunc:
     """Build the kernel of a transposed convolution, with the arguments of `build_conv2d`."""
 
@@ -164,8 +156,7 @@ def build_conv2d_transpose(
             plan.isa,
             plan.weight_size,
             sum(part.channel_size for part in plan.parts),
-            in_shape,
-            out_shape or spec.out_shape,
+            *(shapes or (plan.image.stored_shape, spec.out_shape)),
         )
         macs = sum(part.spec.macs for part in plan.parts)
         threads = macs >= PARALLEL_THRESHOLD

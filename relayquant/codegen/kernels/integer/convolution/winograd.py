@@ -79,7 +79,13 @@ from relayquant.codegen.kernels.integer.operands import (
     emit_store,
 )
 from relayquant.codegen.kernels.integer.saturating_pack import can_narrow
-from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
+from relayquant.codegen.kernels.integer.specs import (
+    Constants,
+    Conv2d,
+    PackedWeights,
+    Shape,
+    pack_channels,
+)
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, Wrapping, emit_wrapping
 from relayquant.codegen.kernels.winograd import (
     IN,
@@ -273,19 +279,13 @@ def find_largest_sum(spec: Conv2d, weight: NDArray[np.int8], bias: NDArray[np.in
     return int(np.abs(ends).max(initial=0))
 
 
-def build_winograd(
-    spec: Conv2d,
-    isa: Isa,
-    name: str = "conv2d",
-    in_shape: tuple[int, ...] | None = None,
-    out_shape: tuple[int, ...] | None = None,
-) -> PrimFunc:
+def build_winograd(spec: Conv2d, isa: Isa, name: str = "conv2d", *shapes: Shape) -> PrimFunc:
     """Build the same kernel as `build_conv2d`, for constants of `pack_winograd`."""
 
     def body() -> None:
         plan = WinogradPlan(spec, isa)
         operands = declare_operands(
-            spec, plan.product.isa, plan.weight_size, spec.out_channels, in_shape, out_shape
+            spec, plan.product.isa, plan.weight_size, spec.out_channels, *shapes
         )
         image = emit_prepared_image(operands.data, spec, with_signed_activations(isa))
         with view_buffers(image.data) as [pixels]:
@@ -511,23 +511,18 @@ def shift(operation: Wrapping, value: Expr, bits: int, lanes: int) -> Expr:
     return emit_wrapping(operation, value, constant("int32", bits, lanes), lanes)
 
 
-def pack_winograd(
-    spec: Conv2d,
-    isa: Isa,
-    weight: NDArray[np.int8],
-    bias: NDArray[np.int32],
-    multiplier: NDArray[np.float32] | None,
-) -> PackedWeights:
+def pack_winograd(spec: Conv2d, isa: Isa, constants: Constants) -> PackedWeights:
     """Pack the constant operands of `build_winograd`. Arguments as for `pack_conv2d`.
 
     Raises:
         ValueError: A shape does not fit, the multiplier is missing or not allowed, or sums with
             these weights can be too large.
     """
+    weight = constants.weight
     centre = with_signed_activations(isa).zero_point_shift(spec.in_dtype)
     order = np.arange(spec.out_channels)
-    folded, factors = pack_channels(spec, weight, bias, multiplier, centre, order)
-    largest = find_largest_sum(spec, weight, bias)
+    folded, factors = pack_channels(spec, constants, centre, order)
+    largest = find_largest_sum(spec, weight, constants.bias)
     if largest >= LARGEST_SUM:
         raise ValueError(
             f"pack_winograd: sums with these weights reach {largest}; allowed: below "

@@ -19,7 +19,7 @@ from relayquant.codegen.kernels.integer.saturating_pack import (
     can_narrow,
     channel_order,
 )
-from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
+from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, PackedWeights, pack_channels
 from relayquant.codegen.kernels.isa.base import Isa
 
 #: Registers for what is neither a word of the window nor a sum of a block.
@@ -225,19 +225,11 @@ def plan_depthwise(spec: Conv2d, isa: Isa) -> DepthwisePlan:
     return DepthwisePlan(spec, isa.for_activations(spec.in_dtype).for_depthwise(spec.out_channels))
 
 
-def pack_depthwise(
-    spec: Conv2d,
-    isa: Isa,
-    weight: NDArray[np.int8],
-    bias: NDArray[np.int32],
-    multiplier: NDArray[np.float32] | None,
-) -> PackedWeights:
+def pack_depthwise(spec: Conv2d, isa: Isa, constants: Constants) -> PackedWeights:
     """Pack the constant operands of `build_depthwise`; weight (C, KH, KW, 1)."""
-    plan = plan_depthwise(spec, isa)
+    plan, weight = plan_depthwise(spec, isa), constants.weight
     isa, channels = plan.isa, plan.channel_map
-    folded, factors = pack_channels(
-        spec, weight, bias, multiplier, plan.shift, channels.reshape(-1)
-    )
+    folded, factors = pack_channels(spec, constants, plan.shift, channels.reshape(-1))
     (kh, kw), lanes = spec.kernel, isa.lanes
     rows = plan.words * isa.products
     shifted = np.zeros((max(spec.out_channels, lanes), plan.out_rows, kw, rows), "int8")

@@ -49,7 +49,7 @@ from relayquant.codegen.kernels.integer.operands import (
     emit_store,
 )
 from relayquant.codegen.kernels.integer.saturating_pack import PACKED
-from relayquant.codegen.kernels.integer.specs import Conv2d
+from relayquant.codegen.kernels.integer.specs import Conv2d, Shape
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 
 #: A depthwise multiply-add costs about as much as this many dense ones.
@@ -59,20 +59,12 @@ RELATIVE_COST = 6
 FLIP_BITS = {(4, "int32"): -0x7F7F7F80, (1, "int32"): 0x80, (1, "int16"): -0x80}
 
 
-def build_depthwise(
-    spec: Conv2d,
-    isa: Isa,
-    name: str,
-    in_shape: tuple[int, ...] | None,
-    out_shape: tuple[int, ...] | None,
-) -> PrimFunc:
+def build_depthwise(spec: Conv2d, isa: Isa, name: str, *shapes: Shape) -> PrimFunc:
     """Build the kernel of `build_conv2d` for depthwise convolutions."""
 
     def body() -> None:
         plan = plan_depthwise(spec, isa)
-        operands = declare_operands(
-            spec, plan.isa, plan.weight_size, plan.channel_size, in_shape, out_shape
-        )
+        operands = declare_operands(spec, plan.isa, plan.weight_size, plan.channel_size, *shapes)
         threads = spec.macs * RELATIVE_COST >= PARALLEL_THRESHOLD
         if plan.needs_copy:
             image = emit_prepared_image(operands.data, spec, plan.isa)
