@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import tvm
@@ -21,8 +23,8 @@ DATA = np.arange(64).astype("uint8")
 
 def call_of(zero_point: int, factor: float, out_zero: int, size: int = 64) -> Lowered:
     data = Space("uint8", zero_point, factor)
-    func = build_requantize(Requantize((size,), data, Epilogue(zero_point=out_zero)))
-    return call_built((), func, (DATA[:size],))
+    spec = Requantize((size,), data, Epilogue(zero_point=out_zero))
+    return call_built((), partial(build_requantize, spec), (DATA[:size],))
 
 
 def run(call: Lowered) -> np.ndarray:
@@ -69,7 +71,7 @@ def test_share_kernels__products_of_activations_with_other_zero_points():
         BatchMatmul(1, 4, 32, 16, "uint8", x_zero, "uint8", w_zero, epilogue=SUMS)
         for x_zero, w_zero in zeros
     ]
-    calls = [call_built((), build_batch_matmul(each, isa), (x, w)) for each in products]
+    calls = [call_built((), partial(build_batch_matmul, each, isa), (x, w)) for each in products]
     shared = share_kernels(calls)
     assert len({call.kernel.func for call in shared}) == 1
     for (x_zero, w_zero), call in zip(zeros, shared, strict=True):
