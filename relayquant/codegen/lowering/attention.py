@@ -31,13 +31,13 @@ from relayquant.codegen.lowering.engine import (
     Kernel,
     KernelRule,
     Lowered,
+    list_calls,
     lower_functions,
 )
 from relayquant.codegen.lowering.grouped_results import counts_many_rows
-from relayquant.ir.dialect.legality import iterate_bindings
 from relayquant.ir.rewrite.expressions import op_name
-from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape
-from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule, select_rules
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule
 
 UPDATE = "relax.qnn.update_cache"
 
@@ -64,17 +64,10 @@ def lower_attention(
     Targets other than LLVM CPUs keep the operators. `on_skip` gets the reason for each operator
     without a kernel. `keeps_rows`: no function may round rows to bfloat16.
     """
-    calls = [
-        binding.value
-        for func in mod.functions.values()
-        for binding in iterate_bindings(func)
-        if isinstance(binding.value, tvm.ir.Call)
-    ]
-    has_rule = any(select_rules(ATTENTION_RULES, call_name(call)) for call in calls)
-    if target.kind.name != "llvm" or not has_rule:
+    if target.kind.name != "llvm":
         return mod
     isa, bf16 = choose_float_isa(target), None if keeps_rows else select_fast_bf16(target)
-    inner = {call.op for call in calls if isinstance(call.op, tvm.ir.GlobalVar)}
+    inner = {call.op for call in list_calls(mod) if isinstance(call.op, tvm.ir.GlobalVar)}
     functions = (mod[gvar] for gvar in inner)
     called = frozenset(
         param for f in functions if isinstance(f, relax.Function) for param in f.params

@@ -26,6 +26,7 @@ from relayquant.codegen.kernels.expansion import Expanded
 from relayquant.codegen.kernels.in_place import can_overwrite, overwrite_operand
 from relayquant.codegen.library.expanded_weights import call_expansion
 from relayquant.ir.dialect.cost import MACS_ATTR, count_macs
+from relayquant.ir.dialect.legality import iterate_bindings
 from relayquant.ir.dialect.loops import OPAQUE
 from relayquant.ir.rewrite.expressions import FunctionGraph, list_reads, op_name
 from relayquant.ir.rewrite.function import add_functions
@@ -230,6 +231,8 @@ def lower_functions(
 ) -> IRModule:
     """Replace the values that rules take by calls of kernels. Names and types stay.
 
+    A module that calls no operator of a rule is returned as it is.
+
     Args:
         mod: Not changed.
         rules: Tried at every value in order. The first rule that takes the value wins.
@@ -239,6 +242,8 @@ def lower_functions(
         in_any_block: Whether blocks that are not dataflow blocks, and branches, are rewritten too.
         only: Name of the one function to lower. None: all functions.
     """
+    if not any(select_rules(rules, name) for name in {op_name(call) for call in list_calls(mod)}):
+        return mod
     table = KernelTable(mod)
 
     def lower_block(graph: FunctionGraph, bindings: Sequence[relax.Binding]) -> list[relax.Binding]:
@@ -277,6 +282,12 @@ def lower_functions(
     mod = relax.transform.Normalize()(table.builder.get())
     relax.analysis.well_formed(mod)
     return mod
+
+
+def list_calls(mod: IRModule) -> list[Call]:
+    """List the calls of all Relax functions, also in branches."""
+    bindings = (each for func in mod.functions.values() for each in iterate_bindings(func))
+    return [each.value for each in bindings if isinstance(each.value, Call)]
 
 
 def drop_unread(bindings: Sequence[relax.Binding]) -> list[relax.Binding]:

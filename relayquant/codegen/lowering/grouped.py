@@ -38,6 +38,7 @@ from relayquant.codegen.lowering.engine import (
     Kernel,
     KernelRule,
     Lowered,
+    list_calls,
     lower_functions,
 )
 from relayquant.codegen.lowering.grouped_results import (
@@ -46,9 +47,8 @@ from relayquant.codegen.lowering.grouped_results import (
     follow_product,
     follow_sum,
 )
-from relayquant.ir.dialect.legality import iterate_bindings
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape
-from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule, select_rules
+from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule
 
 
 def lower_grouped(
@@ -64,17 +64,10 @@ def lower_grouped(
     without a kernel. `keeps_rows`: no function may round rows to bfloat16 instead of 8 bits.
     `rounds_floats`: many float rows are rounded to bfloat16, if the target has tiles for it.
     """
-    calls = [
-        binding.value
-        for func in mod.functions.values()
-        for binding in iterate_bindings(func)
-        if isinstance(binding.value, Call)
-    ]
-    names = {call_name(call) for call in calls}
-    has_rule = any(select_rules(GROUPED_RULES, name) for name in names)
-    if target.kind.name != "llvm" or not has_rule:
+    if target.kind.name != "llvm":
         return mod
-    isa, is_float = select_isa(target), "relax.qnn.quantize_rows" not in names
+    is_float = "relax.qnn.quantize_rows" not in {call_name(call) for call in list_calls(mod)}
+    isa = select_isa(target)
     has_tiles = has_bf16_tiles(target)
     rounding = RoundsToBf16(has_tiles and not keeps_rows, has_tiles and rounds_floats)
 

@@ -24,10 +24,9 @@ from relayquant.codegen.lowering.engine import (
     Lowered,
     lower_functions,
 )
-from relayquant.ir.dialect.legality import iterate_bindings
 from relayquant.ir.dialect.qnn.recurrent import CELLS, is_left_out
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape
-from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule, select_rules
+from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,13 +100,7 @@ def lower_recurrent(mod: tvm.IRModule, target: Target, on_skip: OnSkip = log_ski
     Targets other than LLVM CPUs keep the operators. `on_skip` gets the reason for each operator
     without a kernel.
     """
-    names = {
-        call_name(binding.value)
-        for func in mod.functions.values()
-        for binding in iterate_bindings(func)
-        if isinstance(binding.value, Call)
-    }
-    if target.kind.name != "llvm" or not any(select_rules(RECURRENT_RULES, n) for n in names):
+    if target.kind.name != "llvm":
         return mod
     isa = select_isa(target)
     return lower_functions(
