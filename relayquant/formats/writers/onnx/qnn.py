@@ -7,7 +7,7 @@ a tensor of its real values: qnn.conv2d(x, w) -> Conv(DequantizeLinear(x), Dequa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from tvm import relax
@@ -123,33 +123,43 @@ def accumulate(builder: OnnxBuilder, var: relax.Var, scales: tuple[relax.Expr, r
     return user, [builder.dequantize(tensor, affine, "int32", name)]
 
 
-def write_qnn_conv(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Write qnn.conv1d, conv2d, conv2d_transpose with constant weights."""
+def start_product(
+    builder: OnnxBuilder, var: relax.Var, call: Call, channel: int, order: Sequence[int]
+) -> tuple[str, str, relax.Var, list[str]]:
+    """Write the operands of a product with a constant weight, whose axes get the order of ONNX.
+
+    `channel`: axis of the output channels. Returns data, weight, and what `accumulate` returns.
+    """
     data, weight, data_zero, weight_zero, data_scale, weight_scale = call.args
-    view = ConvView.of(call)
-    layout, kernel = view.layout, view.kernel_layout
     array = constant_value(weight)
     if array is None:
         raise ModelError(
             f"export_onnx: the weight of {var.name!r} is not a constant.", code="RQ203"
         )
-    order = [kernel.index(c) for c in ("OI" if op == "Conv" else "IO") + view.letters]
-    affine = read_affine(weight_scale, weight_zero, kernel.index("O"), array.ndim)
+    affine = read_affine(weight_scale, weight_zero, channel, array.ndim)
     if affine.axis is not None:
         affine = Affine(affine.scale, affine.zero_point, order.index(affine.axis))
     tensor = builder.constant(np.transpose(array, order), f"{var.name}.weight")
-    filters = builder.dequantize(
-        tensor, affine, str(array.dtype), builder.unique_name(f"{var.name}.weight.dq")
-    )
+    name = builder.unique_name(f"{var.name}.weight.dq")
+    filters = builder.dequantize(tensor, affine, str(array.dtype), name)
     real = builder.real_tensor(data, read_affine(data_scale, data_zero, -1, 1), var.name)
-    attrs = conv_attributes(op, view)
     out, bias = accumulate(builder, var, (data_scale, weight_scale))
     note_units(builder, out, (data_scale, weight_scale))
+    return real, filters, out, bias
+
+
+def write_qnn_conv(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write qnn.conv1d, conv2d, conv2d_transpose with constant weights."""
+    view = ConvView.of(call)
+    kernel = view.kernel_layout
+    order = [kernel.index(c) for c in ("OI" if op == "Conv" else "IO") + view.letters]
+    real, filters, out, bias = start_product(builder, var, call, kernel.index("O"), order)
+    attrs = conv_attributes(op, view)
     builder.real[out] = in_channels_first(
         builder,
         out,
         real,
-        layout,
+        view.layout,
         lambda source, name: builder.emit(op, [source, filters, *bias], name, **attrs),
     )
     return builder.real[out]
@@ -157,22 +167,7 @@ def write_qnn_conv(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) ->
 
 def write_qnn_dense(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Write qnn.dense(x, w (units, K)): MatMul with w transposed, or Gemm with a bias."""
-    data, weight, data_zero, weight_zero, data_scale, weight_scale = call.args
-    array = constant_value(weight)
-    if array is None:
-        raise ModelError(
-            f"export_onnx: the weight of {var.name!r} is not a constant.", code="RQ203"
-        )
-    affine = read_affine(weight_scale, weight_zero, 0, 2)
-    if affine.axis is not None:
-        affine = Affine(affine.scale, affine.zero_point, 1)
-    tensor = builder.constant(array.T, f"{var.name}.weight")
-    matrix = builder.dequantize(
-        tensor, affine, str(array.dtype), builder.unique_name(f"{var.name}.weight.dq")
-    )
-    real = builder.real_tensor(data, read_affine(data_scale, data_zero, -1, 1), var.name)
-    out, bias = accumulate(builder, var, (data_scale, weight_scale))
-    note_units(builder, out, (data_scale, weight_scale))
+    real, matrix, out, bias = start_product(builder, var, call, 0, (1, 0))
     if bias and var.ty.ndim == 2:
         builder.real[out] = builder.emit("Gemm", [real, matrix, *bias], out.name)
     elif bias:
