@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -48,6 +49,22 @@ class TupleOperand:
     def read(self, frame: Frame) -> tuple[Any, ...]:
         """Return the values in this call."""
         return tuple(field.read(frame) for field in self.fields)
+
+
+@dataclass(eq=False)
+class LastMade:
+    """What was made of the arrays of the last call. It is kept while they are the same objects."""
+
+    kept: tuple[Sequence[Any], Any] | None = None
+
+    def get(self, arrays: Sequence[Any], make: Callable[..., Any]) -> Any:
+        """Return make(*arrays)."""
+        before = self.kept
+        if before is not None and all(a is b for a, b in zip(before[0], arrays, strict=True)):
+            return before[1]
+        made = make(*arrays)
+        self.kept = arrays, made  # both at once: other threads read it
+        return made
 
 
 Operand: TypeAlias = Variable | ConstantOperand | TupleOperand

@@ -398,8 +398,7 @@ class Planner:
         reads = [expr for expr in (data, *operands, *bounds) if isinstance(expr, relax.Var)]
         rounding = RoundingStep(
             Variable(self.find_object(data)),
-            [self.operand(expr) for expr in operands],
-            [self.operand(expr) for expr in bounds],
+            [self.operand(expr) for expr in (*operands, *bounds)],
             self.find_object(vars_[-1]),
             self.kernels,
         )

@@ -14,7 +14,7 @@ from tvm.ir import Call, GenericConst
 
 from relayquant.base.runtime import align_array, empty_aligned, view_aligned
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
-from relayquant.codegen.eager.operand import Operand
+from relayquant.codegen.eager.operand import LastMade, Operand
 from relayquant.codegen.eager.windows import find_windows, pad_images
 from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d
 from relayquant.codegen.kernels.floating.gathered import (
@@ -303,39 +303,27 @@ class ProductStep:
         self.layout, self.chain, self.result = layout, chain, result
         self.data, self.weight, self.bias, self.residual = data, weight, bias, residual
         self.product = ProductRunner(result.name, layout, kernels, (chain.low, chain.high))
-        #: (weight, packed weight) of the last call
-        self.packed: tuple[np.ndarray, Any] | None = None
-        #: (bias, tensor of it) of the last call
-        self.known_bias: tuple[np.ndarray, Any] | None = None
+        self.packed, self.known_bias = LastMade(), LastMade()
 
     def run(self, frame: Frame) -> None:
         """Compute the last value of the chain."""
         bias = residual = None
         if self.bias is not None:
-            bias = self.find_bias(self.bias.read(frame))
+            bias = self.known_bias.get([self.bias.read(frame)], self.view_bias)
         if self.residual is not None:
             residual = self.layout.to_kernel(self.residual.read(frame))
         x = self.layout.to_kernel(self.data.read(frame))
-        y = self.product.multiply(x, self.pack(frame), bias, residual)
+        weight = self.packed.get([self.weight.read(frame)], self.pack)
+        y = self.product.multiply(x, weight, bias, residual)
         frame.values[self.result] = self.layout.from_kernel(y)
 
-    def find_bias(self, bias: np.ndarray) -> Any:
-        """Return the bias as a tensor, made once for the same array."""
-        before = self.known_bias
-        if before is not None and before[0] is bias:
-            return before[1]
-        tensor = view_flat(np.broadcast_to(bias.reshape(-1), (self.layout.channels,)))
-        self.known_bias = bias, tensor  # both at once: other threads read it
-        return tensor
+    def view_bias(self, bias: np.ndarray) -> Any:
+        """Return the bias as a tensor."""
+        return view_flat(np.broadcast_to(bias.reshape(-1), (self.layout.channels,)))
 
-    def pack(self, frame: Frame) -> Any:
+    def pack(self, weight: np.ndarray) -> Any:
         """Return the packed weight as a tensor."""
-        before, weight = self.packed, self.weight.read(frame)
-        if before is not None and before[0] is weight:
-            return before[1]
-        packed = self.product.pack(self.layout.to_rows(weight))
-        self.packed = weight, packed  # both at once: other threads read it
-        return packed
+        return self.product.pack(self.layout.to_rows(weight))
 
 
 class IntegerProductStep:

@@ -7,6 +7,7 @@ With an int8 weight, the bits are numpy's. With a float32 weight, the order of s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +28,7 @@ def make_recurrence(plan: RecurrencePlan, isa: FloatIsa, name: str) -> PrimFunc:
     return build_planned(plan, name)
 
 
+@dataclass(eq=False)
 class RecurrentStep:
     """A recurrent layer: reads the operands, and calls the kernel.
 
@@ -34,17 +36,16 @@ class RecurrentStep:
     float32 weight. `others` are the optional operands that are given, by name.
     """
 
-    def __init__(
-        self,
-        plan: RecurrencePlan,
-        data: Operand,
-        weights: Sequence[Operand],
-        others: Mapping[str, Operand],
-        result: relax.Var,
-        kernels: KernelCache,
-    ) -> None:
-        self.plan, self.data, self.weights, self.others = plan, data, weights, others
-        self.key, self.result, self.kernels = KernelKey(make_recurrence, plan), result, kernels
+    plan: RecurrencePlan
+    data: Operand
+    weights: Sequence[Operand]
+    others: Mapping[str, Operand]
+    result: relax.Var
+    kernels: KernelCache
+
+    @property
+    def key(self) -> KernelKey:
+        return KernelKey(make_recurrence, self.plan)
 
     @cached_property
     def kernel(self) -> Any:

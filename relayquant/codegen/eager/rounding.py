@@ -8,6 +8,7 @@ This is simulated_quantize and then simulated_dequantize, in float32, rounding h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +19,7 @@ from tvm.tirx import PrimFunc
 
 from relayquant.base.runtime import empty_aligned, view_aligned
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
-from relayquant.codegen.eager.operand import Operand, Variable
+from relayquant.codegen.eager.operand import LastMade, Operand, Variable
 from relayquant.codegen.eager.rows import EachValue, make_each, run_rows
 from relayquant.codegen.kernels.emit import broadcast
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
@@ -46,24 +47,18 @@ def make_round(spec: EachValue, isa: FloatIsa, name: str) -> PrimFunc:
 ROUND = KernelKey(make_round, EachValue())
 
 
+@dataclass(eq=False)
 class RoundingStep:
     """Simulated quantization of a tensor with one scale. For code 0 the tensor passes through.
 
-    `operands` are code, scale and zero point. `bounds` is empty, or a lower and an upper bound.
+    `operands` are code, scale and zero point, and perhaps a lower and an upper bound.
     """
 
-    def __init__(
-        self,
-        data: Variable,
-        operands: Sequence[Operand],
-        bounds: Sequence[Operand],
-        result: relax.Var,
-        kernels: KernelCache,
-    ) -> None:
-        self.data, self.result, self.kernels = data, result, kernels
-        self.operands = (*operands, *bounds)
-        #: (operands, the kernel's parameters) of the last call
-        self.known: tuple[list[Any], Any] | None = None
+    data: Variable
+    operands: Sequence[Operand]
+    result: relax.Var
+    kernels: KernelCache
+    parameters: LastMade = field(default_factory=LastMade)
 
     @cached_property
     def kernel(self) -> Callable[..., None]:
@@ -72,27 +67,16 @@ class RoundingStep:
 
     def run(self, frame: Frame) -> None:
         """Compute the rounded value."""
-        data, parameters = self.data.read(frame), self.find_parameters(frame)
+        operands = [operand.read(frame) for operand in self.operands]
+        data, parameters = self.data.read(frame), self.parameters.get(operands, make_parameters)
         if parameters is None:
             frame.values[self.result] = data
             return
         frame.values[self.result] = run_rows(self.kernel, 1, data, [parameters])
 
-    def find_parameters(self, frame: Frame) -> Any:
-        """Return the kernel's parameters as a tensor. None if values pass through.
-
-        Operands that are the same arrays as in the call before are not read again.
-        """
-        operands, known = [operand.read(frame) for operand in self.operands], self.known
-        if known is not None and all(a is b for a, b in zip(known[0], operands, strict=True)):
-            return known[1]
-        parameters = make_parameters(*operands)
-        self.known = operands, parameters  # both at once: other threads read it
-        return parameters
-
 
 def make_parameters(code: Any, scale: Any, zero_point: Any, *bounds: Any) -> Any:
-    """Make the tensor of `RoundingStep.find_parameters`."""
+    """Make the kernel's parameters as a tensor. None if values pass through."""
     limits = SIMULATED_RANGES.get(int(code.reshape(())))
     if limits is None:
         return None

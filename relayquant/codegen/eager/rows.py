@@ -144,6 +144,7 @@ EACH = {
 }
 
 
+@dataclass(eq=False)
 class RowStep:
     """An operator on rows: float32 (..., K) -> float32 (..., K). `factors` are vectors (K,).
 
@@ -151,28 +152,27 @@ class RowStep:
     order of its data, and whose factors have any length.
     """
 
-    def __init__(
-        self,
-        key: KernelKey,
-        width: int,
-        data: Operand,
-        factors: Sequence[np.ndarray],
-        result: relax.Var,
-        kernels: KernelCache,
-    ) -> None:
-        self.key, self.width, self.data = key, width, data
-        self.result, self.kernels = result, kernels
-        self.factors = [view_aligned(align_array(factor)) for factor in factors]
+    key: KernelKey
+    width: int
+    data: Operand
+    factors: Sequence[np.ndarray]
+    result: relax.Var
+    kernels: KernelCache
 
     @cached_property
     def kernel(self) -> Callable[..., None]:
         """The compiled kernel."""
         return self.kernels.get(self.key)
 
+    @cached_property
+    def tensors(self) -> list[Any]:
+        """The factors as tensors."""
+        return [view_aligned(align_array(factor)) for factor in self.factors]
+
     def run(self, frame: Frame) -> None:
         """Compute the result."""
         data = self.data.read(frame)
-        frame.values[self.result] = run_rows(self.kernel, self.width, data, self.factors)
+        frame.values[self.result] = run_rows(self.kernel, self.width, data, self.tensors)
 
 
 def run_rows(

@@ -205,7 +205,7 @@ def test_weight__the_same_array_is_packed_once(monkeypatch):
     for weight in (w, w, w * 2):
         (y,) = module.run("main", [x, weight])
         np.testing.assert_allclose(y, run(mod, [x, weight])[0], rtol=1e-4, atol=1e-5)
-        packed.append(product.packed)
+        packed.append(product.packed.kept)
     assert packed[0] is packed[1]
     assert packed[1] is not packed[2]
 
