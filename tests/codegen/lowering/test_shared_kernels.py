@@ -29,7 +29,7 @@ def call_of(zero_point: int, factor: float, out_zero: int, size: int = 64) -> Lo
 
 def run(call: Lowered) -> np.ndarray:
     kernel = tvm.compile(tvm.IRModule({"main": call.kernel.func}), target=resolve_target(None))[
-        "requantize"
+        "qnn_requantize"
     ]
     y = tvm.runtime.tensor(np.zeros(len(call.operands[0]), "uint8"))
     kernel(*map(tvm.runtime.tensor, call.operands), y)

@@ -129,10 +129,6 @@ def shorten(reason: str) -> str:
     return text.partition(". ")[0][:REASON].strip()
 
 
-def operator_of(case) -> str:
-    return case.model.graph.node[0].op_type
-
-
 def read_refused() -> tuple[str, dict[str, str]]:
     """(version of onnx, case -> reason) as the list has them."""
     header, *lines = REFUSED.read_text().splitlines()

@@ -269,7 +269,7 @@ def resolve_axes(data: CheckedOperand, axes: Sequence[Any]) -> tuple[int, ...]:
 
 def _add_mean_multiplier(
     reader: Reader, scales: tuple[Any, Any], arithmetic: Arithmetic, count: int | None
-) -> Callable[[Sequence[te.Tensor], PrimExpr], tuple[PrimExpr, ...]]:
+) -> Callable[[PrimExpr], tuple[PrimExpr, ...]]:
     """Read (s_in / s_out) / count. If the count is unknown, pass it to the returned reader."""
     if count is None:
         return reader.add_divided_multiplier(scales, divide, arithmetic)
