@@ -51,11 +51,11 @@ class TupleOperand:
         return tuple(field.read(frame) for field in self.fields)
 
 
-@dataclass(eq=False)
 class LastMade:
     """What was made of the arrays of the last call. It is kept while they are the same objects."""
 
-    kept: tuple[Sequence[Any], Any] | None = None
+    def __init__(self) -> None:
+        self.kept: tuple[Sequence[Any], Any] | None = None
 
     def get(self, arrays: Sequence[Any], make: Callable[..., Any]) -> Any:
         """Return make(*arrays)."""

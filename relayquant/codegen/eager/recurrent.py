@@ -28,7 +28,7 @@ def make_recurrence(plan: RecurrencePlan, isa: FloatIsa, name: str) -> PrimFunc:
     return build_planned(plan, name)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class RecurrentStep:
     """A recurrent layer: reads the operands, and calls the kernel.
 

@@ -47,7 +47,7 @@ def make_round(spec: EachValue, isa: FloatIsa, name: str) -> PrimFunc:
 ROUND = KernelKey(make_round, EachValue())
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class RoundingStep:
     """Simulated quantization of a tensor with one scale. For code 0 the tensor passes through.
 

@@ -144,7 +144,7 @@ EACH = {
 }
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class RowStep:
     """An operator on rows: float32 (..., K) -> float32 (..., K). `factors` are vectors (K,).
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,7 +122,8 @@ class Dense:
 Shape = tuple[int, ...]
 
 
-class Constants(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Constants:
     """Constants of a product as its operator has them, with kernel zero point 0.
 
     Attributes:
@@ -139,7 +139,7 @@ class Constants(NamedTuple):
 
     def as_conv2d(self) -> Constants:
         """Return the constants of a dense layer as those of its 1x1 convolution."""
-        return self._replace(weight=self.weight[:, None, None, :])
+        return replace(self, weight=self.weight[:, None, None, :])
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,8 @@ def pack_channels(
     Raises:
         ValueError: A shape does not fit, or the multiplier is missing or not allowed.
     """
-    channels, (weight, bias, multiplier) = spec.out_channels, constants
+    channels, weight = spec.out_channels, constants.weight
+    bias, multiplier = constants.bias, constants.multiplier
     if weight.shape != spec.weight_shape or weight.dtype != np.int8:
         raise ValueError(
             f"Weights are {weight.dtype} {weight.shape}, expected int8 OHWI {spec.weight_shape}.",

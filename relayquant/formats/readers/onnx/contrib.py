@@ -23,7 +23,7 @@ from relayquant.formats.readers.onnx.quantized import (
     convert_matmul_integer,
     convert_quantize_linear,
 )
-from relayquant.formats.readers.onnx.recurrent import LSTM, Layer, convert_recurrent
+from relayquant.formats.readers.onnx.recurrent import LSTM, RecurrentNode, convert_recurrent
 from relayquant.formats.readers.refusal import NotConstant, Refusal
 from relayquant.ir.ops.dynamic import quantize_at_run_time
 from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_dtype, tensor_shape
@@ -136,7 +136,7 @@ def convert_dynamic_quantize_lstm(
     if any(array is None for array in arrays):
         raise NotConstant("weights, their scales and zero points")
     swapped = [array.swapaxes(1, 2).shape if array.ndim == 3 else None for array in arrays[:2]]  # pyright: ignore[reportOptionalMemberAccess]
-    layer = Layer.of(LSTM, bb, [tensor_shape(data), *swapped], attrs)
+    layer = RecurrentNode.of(LSTM, bb, [tensor_shape(data), *swapped], attrs)
     triples = [read_rows(arrays[at], *arrays[2 + 2 * at : 4 + 2 * at]) for at in (0, 1)]  # pyright: ignore[reportArgumentType]
     if static_size(data.ty.shape.values[0]) is None:
         real = [

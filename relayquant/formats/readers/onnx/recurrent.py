@@ -75,7 +75,7 @@ class Cell:
     activations: tuple[str, ...]
     states: int
     #: Emits one step, given the product of the inputs. Returns the new state.
-    step: Callable[[Layer, Direction, relax.Expr, State], Sequence[relax.Expr]]
+    step: Callable[[RecurrentNode, Direction, relax.Expr, State], Sequence[relax.Expr]]
     layer: Callable[..., Call]  #: constructor of the dialect
 
 
@@ -89,7 +89,9 @@ def convert_recurrent(
             the number of steps is unknown.
     """
     data, weight, recurrence, *others = (*inputs, *[None] * 8)[:8]
-    layer = Layer.of(cell, bb, [tensor_shape(each) for each in (data, weight, recurrence)], attrs)
+    layer = RecurrentNode.of(
+        cell, bb, [tensor_shape(each) for each in (data, weight, recurrence)], attrs
+    )
     others = layer.clear_empty(others)
     matrices = [
         [take_element(bb, matrix, at, 0) for matrix in (weight, recurrence)]
@@ -106,7 +108,7 @@ def convert_recurrent(
 
 
 @dataclass(frozen=True)
-class Layer:
+class RecurrentNode:
     """One node: what it computes, and the builder that takes its operators.
 
     Attributes:
@@ -127,14 +129,14 @@ class Layer:
         bb: relax.BlockBuilder,
         shapes: Sequence[tuple[int | str, ...] | None],
         attrs: dict[str, Any],
-    ) -> Layer:
+    ) -> RecurrentNode:
         """Read the number of hidden units from the shapes of X, W and R.
 
         Raises:
             Refusal: the shapes of the weights are unknown, or do not fit each other.
         """
         hidden = shapes[2][-1] if shapes[2] else None
-        layer = Layer(cell, bb, attrs, hidden if isinstance(hidden, int) else 0)
+        layer = RecurrentNode(cell, bb, attrs, hidden if isinstance(hidden, int) else 0)
         directions = len(layer.directions)
         if not isinstance(hidden, int) or shapes[0] is None or len(shapes[0]) != 3:
             raise Refusal(f"X, W and R have the shapes {shapes}; expected: 3 dimensions, known")
@@ -479,7 +481,7 @@ class Layer:
 
 
 def step_lstm(
-    layer: Layer, direction: Direction, gates: relax.Expr, state: State
+    layer: RecurrentNode, direction: Direction, gates: relax.Expr, state: State
 ) -> Sequence[relax.Expr]:
     """i, o, f = f(gates + peepholes * c); c' = f * c + i * g(gates); h' = o * h(c')."""
     (hidden, cell), add, multiply = state, layer.add, layer.multiply
@@ -503,7 +505,7 @@ def step_lstm(
 
 
 def step_gru(
-    layer: Layer, direction: Direction, gates: relax.Expr, state: State
+    layer: RecurrentNode, direction: Direction, gates: relax.Expr, state: State
 ) -> Sequence[relax.Expr]:
     """z, r = f(gates); n = g(gates + r * h); h' = (1 - z) * n + z * h. The reset is before or after
     the product with R.
@@ -529,7 +531,7 @@ def step_gru(
 
 
 def step_rnn(
-    layer: Layer, direction: Direction, gates: relax.Expr, state: State
+    layer: RecurrentNode, direction: Direction, gates: relax.Expr, state: State
 ) -> Sequence[relax.Expr]:
     """h' = f(gates)"""
     (hidden,) = state

@@ -8,7 +8,7 @@ The kernel interleaves ordinary convolutions (see `kernels.transposed`). One axi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -133,7 +133,7 @@ def pack_conv2d_transpose(spec: Conv2dTranspose, isa: Isa, constants: Constants)
     for part, taps in zip(plan.parts, spec.split_weight(constants.weight), strict=True):
         zero_point = spec.in_zero_point + plan.isa.zero_point_shift(spec.in_dtype)
         packed.append(pack_panels(part, taps))
-        own = constants._replace(weight=taps)
+        own = replace(constants, weight=taps)
         part_bias, part_factors = pack_channels(part.spec, own, zero_point, part.all_channels)
         folded.append(part_bias)
         factors.append(part_factors)
