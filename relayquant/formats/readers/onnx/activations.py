@@ -4,13 +4,13 @@ and activations fused into a convolution.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from tvm import relax
 
 from relayquant.formats.readers.elu import emit_elu, scalar
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.refusal import Refusal
 
 #: Emits the activation of a value, given alpha and beta.
@@ -101,9 +101,7 @@ def softplus(bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float) -
     return bb.emit(relax.op.nn.softplus(x, 1.0, 40.0 if str(x.ty.dtype) == "float64" else 20.0))
 
 
-def convert_softplus(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_softplus(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Softplus to R.nn.softplus."""
     return softplus(bb, inputs[0], 0.0, 0.0)
 

@@ -1,19 +1,18 @@
 """ONNX reader: elementwise operators that TVM's frontend converts wrongly or to code that does not
 compile.
 
-Each function is a `Convert` as described in `relayquant.formats.readers.onnx.operators`.
+Each function is a `Convert`, as `conversion` says.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from tvm import relax
 
 from relayquant.formats.readers.elu import emit_elu, scalar
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.reference.unary import SELU_ALPHA, SELU_SCALE
 from relayquant.ir.rewrite.graph import constant_value
@@ -30,9 +29,7 @@ def dtype_of(value: relax.Expr) -> str:
     return str(value.ty.dtype)
 
 
-def convert_mod(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr | None:
+def convert_mod(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr | None:
     """Convert Mod of floats to R.mod, whose result has the sign of the dividend.
 
     With fmod=0, the result has the sign of the divisor. So the divisor is added if the signs
@@ -53,9 +50,7 @@ def convert_mod(
     return relax.op.where(bb.emit(relax.op.logical_and(differs, is_rest)), moved, rest)
 
 
-def convert_shrink(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_shrink(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Shrink: x + bias below -lambd, else x - bias above lambd, else 0.
 
     Both may hold, as lambd may be negative. Sums of integers with a fraction are truncated.
@@ -97,9 +92,7 @@ def _truncate_sum(bb: relax.BlockBuilder, data: relax.Expr, number: float) -> re
     return bb.emit(relax.op.where(is_negative, up, down))
 
 
-def convert_bit_shift(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_bit_shift(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert BitShift with counts of the width or more.
 
     Such a shift, or one by a negative count read as unsigned, leaves only copies of the sign. In
@@ -122,9 +115,7 @@ def convert_bit_shift(
     return relax.op.where(too_far, relax.const(0, dtype), shifted)
 
 
-def convert_is_inf(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_is_inf(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert IsInf with its flags to comparisons with the infinities that it tests for."""
     (data,) = inputs
     wanted = [
@@ -139,9 +130,7 @@ def convert_is_inf(
     return relax.op.equal(data, relax.const(wanted[0], dtype_of(data)))
 
 
-def convert_selu(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_selu(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Selu to R.nn.selu, and with other numbers than its own to gamma * Elu."""
     (data,) = inputs
     alpha, gamma = float(attrs.get("alpha", SELU_ALPHA)), float(attrs.get("gamma", SELU_SCALE))
@@ -151,9 +140,7 @@ def convert_selu(
     return relax.op.multiply(curve, scalar(gamma, curve))
 
 
-def convert_thresholded_relu(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_thresholded_relu(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert ThresholdedRelu. TVM multiplies by 0, which makes NaN of infinities, in float32
     only.
     """
@@ -162,9 +149,7 @@ def convert_thresholded_relu(
     return relax.op.where(above, data, scalar(0.0, data))
 
 
-def convert_mish(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_mish(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Mish, x * tanh(log(1 + e^x)), to x * (w / (w + 2)) with w = e^x * (e^x + 2).
 
     Nothing cancels, unlike in 1 + e^x. The factor is 1 for large x, so e^x need not overflow.
@@ -176,9 +161,7 @@ def convert_mish(
     return relax.op.multiply(data, share)
 
 
-def convert_pow(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr | None:
+def convert_pow(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr | None:
     """Convert Pow of mixed dtypes. The result has the dtype of the base.
 
     Powers of integers are computed by squaring. This is exact and wraps as in numpy, and it
@@ -229,9 +212,7 @@ def _select_bit(
     return bb.emit(relax.op.where(bb.emit(relax.op.not_equal(bit, relax.const(0, dtype))), yes, no))
 
 
-def convert_dropout(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_dropout(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Dropout in inference to its input, and a mask that keeps everything.
 
     Raises:

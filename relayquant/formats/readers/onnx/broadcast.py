@@ -14,6 +14,7 @@ from typing import Any
 import tvm_ffi
 from tvm import relax, tirx
 
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.sizes import count_sizes, emit_shape, read_sizes
 from relayquant.formats.readers.onnx.symbolic import larger
 from relayquant.formats.readers.refusal import Refusal
@@ -155,9 +156,7 @@ def broadcast(bb: relax.BlockBuilder, data: relax.Expr, wanted: Sequence[Size]) 
     return relax.op.broadcast_to(spread, relax.ShapeExpr(list(wanted)))
 
 
-def convert_expand(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_expand(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Expand to R.broadcast_to. The sizes may be constants, sizes of the model, or run-time
     values.
     """
@@ -168,9 +167,7 @@ def convert_expand(
     return broadcast(bb, data, merge_shapes([list_sizes(data), sizes]))
 
 
-def convert_concat(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr | None:
+def convert_concat(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr | None:
     """Convert Concat of sizes that Relax cannot compare: a match_cast compares them at run time.
     All others are left to TVM.
 

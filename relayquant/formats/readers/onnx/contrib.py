@@ -2,8 +2,7 @@
 ONNX operator.
 
 Integer products with run-time parameters stay integer products. All others become dequantize, float
-operators and quantize. Each function is a `Convert` as described in
-`relayquant.formats.readers.onnx.operators`.
+operators and quantize. Each function is a `Convert`, as `conversion` says.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.errors import format_count
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.frontend import run_frontend
 from relayquant.formats.readers.onnx.quantized import (
     convert_dequantize_linear,
@@ -37,9 +37,7 @@ def dequantize(bb: relax.BlockBuilder, *triple: Any, axis: int = 0) -> relax.Exp
     return bb.emit(convert_dequantize_linear(bb, triple, {"axis": axis}, 13))
 
 
-def convert_qlinear_where(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_qlinear_where(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert QLinearWhere(condition, x, s, z, y, s, z, s, z)."""
     condition, *rest = inputs
     left, right = dequantize(bb, *rest[:3]), dequantize(bb, *rest[3:6])
@@ -51,7 +49,7 @@ def convert_qlinear_where(
 
 
 def convert_matmul_integer_to_float(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr:
     """Convert MatMulIntegerToFloat(a, b, a_scale, b_scale, a_zero, b_zero, bias) -> float32.
 
@@ -109,7 +107,7 @@ def multiply_dynamic(
 
 
 def convert_dynamic_quantize_matmul(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr:
     """Convert DynamicQuantizeMatMul(a, b, b_scale, b_zero, bias) -> float32."""
     data, right, scale, zero, bias = (*inputs, None, None)[:5]
@@ -118,7 +116,7 @@ def convert_dynamic_quantize_matmul(
 
 
 def convert_dynamic_quantize_lstm(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr:
     """Convert DynamicQuantizeLSTM: an LSTM whose inputs, and whose state in each step, are
     quantized by their own range.
@@ -191,7 +189,7 @@ def read_product(
 
 
 def convert_qembed_layer_normalization(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr:
     """Convert QEmbedLayerNormalization(ids, segments, tables ..., mask, scales ..., zero points
     ...) -> (normalized sum of rows of the tables, number of words of each sample).
@@ -224,16 +222,12 @@ def look_up(bb: relax.BlockBuilder, triple: Sequence[Any], indices: relax.Expr) 
     return dequantize(bb, bb.emit(relax.op.take(table, indices, axis=0)), *parameters)
 
 
-def convert_attention(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_attention(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Attention to its first output. TVM's frontend gives a zero for the second one."""
     return run_frontend("Attention", bb, inputs, attrs, opset).fields[0]
 
 
-def convert_qattention(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_qattention(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert QAttention(x, w, bias, x_scale, w_scale, mask, x_zero, w_zero, past) -> (y, present).
 
     q, k, v = split(x @ w + bias). For each head, y = softmax(q @ k^T * scale + mask) @ v. A mask is

@@ -18,6 +18,7 @@ from tvm import relax
 
 from relayquant.errors import format_count
 from relayquant.formats.readers.branches import choose_values, make_scalar
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.fold import find_array
 from relayquant.formats.readers.onnx.steps import (
     check_steps,
@@ -38,7 +39,7 @@ ConvertFlow = Callable[
 
 
 def choose_branch(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], build: BuildBody
+    bb: Builder, inputs: Operands, attrs: Attrs, build: BuildBody
 ) -> list[relax.Expr]:
     """Convert If(condition) to the outputs of the branch that is taken. The other branch is
     ignored.
@@ -62,9 +63,7 @@ def choose_branch(
     return choose_values(bb, scalar, zip(*tensors, strict=True), remedy)
 
 
-def unroll_loop(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], build: BuildBody
-) -> list[relax.Expr]:
+def unroll_loop(bb: Builder, inputs: Operands, attrs: Attrs, build: BuildBody) -> list[relax.Expr]:
     """Convert Loop(count, condition, values) to repeated bodies.
 
     Returns the last values, then the collected values of the steps, stacked along a new first axis.
@@ -97,9 +96,7 @@ def unroll_loop(
     return [*values, *(stack_values(bb, items, 0) for items in collected)]
 
 
-def unroll_scan(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], build: BuildBody
-) -> list[relax.Expr]:
+def unroll_scan(bb: Builder, inputs: Operands, attrs: Attrs, build: BuildBody) -> list[relax.Expr]:
     """Convert Scan(states, sequences) to one body per element of the sequences.
 
     Returns the last states, then the results of the steps, stacked.

@@ -1,6 +1,6 @@
 """ONNX reader: convolutions. TVM turns auto_pad into anonymous loops and ignores output_shape.
 
-Each function is a `Convert` as described in `relayquant.formats.readers.onnx.operators`.
+Each function is a `Convert`, as `conversion` says.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from tvm import relax
 
 from relayquant.formats.readers.onnx.activations import find_activation
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.frontend import run_frontend, sum_in_float32
 from relayquant.formats.readers.onnx.sizes import known_shape
 from relayquant.formats.readers.pooling import Windows
@@ -81,9 +82,7 @@ def read_kernel_shape(weight: relax.Expr) -> list[int]:
     return [int(size) for size in sizes]
 
 
-def convert_conv(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_conv(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Conv: auto_pad becomes explicit padding, and a constant bias is reshaped at once.
 
     Raises:
@@ -102,9 +101,7 @@ def convert_conv(
     return add_bias(bb, sum_in_float32("Conv", bb, inputs[:2], attrs, opset), inputs[2])
 
 
-def convert_fused_conv(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_fused_conv(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert com.microsoft.FusedConv(x, w, b, z) -> activation(Conv(x, w, b) + z).
 
     ONNX Runtime writes it into optimized models. activation_params are the activation's attributes
@@ -129,9 +126,7 @@ def convert_fused_conv(
     return activation.apply(bb, value, *parameters)
 
 
-def convert_conv_transpose(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_conv_transpose(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert ConvTranspose: output_shape, which TVM ignores, becomes explicit padding (ONNX,
     operator ConvTranspose).
     """

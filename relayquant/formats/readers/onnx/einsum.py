@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from tvm import relax
 
 from relayquant.errors import format_count
 from relayquant.formats.readers.onnx.broadcast import Size, list_sizes, merge_sizes
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
@@ -34,9 +34,7 @@ class Term:
         return dict(zip(self.labels, list_sizes(self.value), strict=True))
 
 
-def convert_einsum(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_einsum(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Einsum with any number of operands. float16 is summed in float32.
 
     Raises:

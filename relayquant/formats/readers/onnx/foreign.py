@@ -17,6 +17,7 @@ from relayquant.formats.readers.onnx.contrib import (
     convert_qembed_layer_normalization,
     convert_qlinear_where,
 )
+from relayquant.formats.readers.onnx.conversion import Convert
 from relayquant.formats.readers.onnx.convolutions import convert_fused_conv
 from relayquant.formats.readers.onnx.fused import (
     convert_fused_gemm,
@@ -30,7 +31,6 @@ from relayquant.formats.readers.onnx.normalization import (
     convert_embed_layer_normalization,
     convert_skip_layer_normalization,
 )
-from relayquant.formats.readers.onnx.operators import Convert
 from relayquant.formats.readers.onnx.quantized import (
     convert_dequantize_linear,
     convert_quantize_linear,

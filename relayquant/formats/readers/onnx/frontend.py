@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tvm import relax
 
 from relayquant.base import _tvm
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.grouped import GROUPED_PRODUCTS
 from relayquant.ir.rewrite.graph import constant_value
 
 FRONTEND = _tvm.load_onnx_frontend()
 
 
-def run_frontend(
-    name: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def run_frontend(name: str, bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     converter = FRONTEND._get_convert_map()[name].get_converter(opset)
     return converter(bb, FRONTEND.onnx_input(inputs), attrs, [{}, {}])
 
@@ -26,9 +25,7 @@ def round_once(convert: Callable[..., relax.Expr]) -> Callable[..., relax.Expr]:
     steps, each of which would round.
     """
 
-    def convert_widened(
-        bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-    ) -> relax.Expr:
+    def convert_widened(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
         dtype = str(inputs[0].ty.dtype)
         if dtype not in ("float16", "bfloat16"):
             return convert(bb, inputs, attrs, opset)
@@ -47,9 +44,7 @@ def widen_operand(bb: relax.BlockBuilder, operand: Any, dtype: str) -> Any:
     return bb.emit(relax.op.astype(operand, "float32"))
 
 
-def sum_in_float32(
-    op: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def sum_in_float32(op: str, bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert with TVM's frontend, and compute float16 in float32.
 
     The sum is rounded once. TVM's float16 kernels round each partial sum. A product with rows of a
@@ -64,9 +59,7 @@ def sum_in_float32(
     return run_widened("float32", op, bb, inputs, attrs, opset)
 
 
-def keep_fractions(
-    op: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def keep_fractions(op: str, bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert with TVM's frontend, and compute integers in float64 if an attribute is a fraction.
 
     The result is rounded towards zero. TVM's frontend makes integers of the attributes.
@@ -79,12 +72,7 @@ def keep_fractions(
 
 
 def run_widened(
-    dtype: str,
-    op: str,
-    bb: relax.BlockBuilder,
-    inputs: Sequence[Any],
-    attrs: dict[str, Any],
-    opset: int,
+    dtype: str, op: str, bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr:
     """Convert with TVM's frontend in a wider dtype. The result has the dtype of the data."""
     wide = [each if each is None else bb.emit(relax.op.astype(each, dtype)) for each in inputs]

@@ -21,6 +21,7 @@ from tvm.ir import Call
 from relayquant.base.packing import count_bytes, count_groups, middle_code, pack_codes, unpack_codes
 from relayquant.base.qtypes import INTEGER_LIMITS, SCALE_DTYPES
 from relayquant.errors import format_count
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.refusal import NotConstant, Refusal
 from relayquant.ir.dialect import qnn
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
@@ -38,9 +39,7 @@ class GroupedOperands:
     form: tuple[int, int, int]
 
 
-def convert_matmul_nbits(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_matmul_nbits(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert com.microsoft.MatMulNBits(x, codes, scales, zero points, g_idx, bias) to
     R.qnn.grouped_dense.
 
@@ -323,16 +322,12 @@ def multiply_rows(
     return qnn.grouped_dense(data, 1.0, *found[0].parts, *found[0].form)
 
 
-def multiply_matmul(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any]
-) -> relax.Expr | None:
+def multiply_matmul(bb: Builder, inputs: Operands, attrs: Attrs) -> relax.Expr | None:
     """Convert MatMul with transposed rows of a grouped weight. None for any other weight."""
     return multiply_rows(bb, inputs[0], inputs[1])
 
 
-def multiply_gemm(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any]
-) -> relax.Expr | None:
+def multiply_gemm(bb: Builder, inputs: Operands, attrs: Attrs) -> relax.Expr | None:
     """Convert Gemm, alpha * x @ w + beta * b, with rows of a grouped weight. None for any other
     weight.
     """
@@ -357,9 +352,7 @@ def multiply_gemm(
 GROUPED_PRODUCTS = {"MatMul": multiply_matmul, "Gemm": multiply_gemm}
 
 
-def gather_rows(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any]
-) -> relax.Expr | None:
+def gather_rows(bb: Builder, inputs: Operands, attrs: Attrs) -> relax.Expr | None:
     """Convert Gather of rows of a grouped weight. None for any other data."""
     data, indices = inputs[:2]
     found = find_rows(bb, data)

@@ -1,12 +1,9 @@
 """ONNX reader: gathers, scatters and slices.
 
-Each function is a `Convert` as described in `relayquant.formats.readers.onnx.operators`.
+Each function is a `Convert`, as `conversion` says.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from tvm import relax
@@ -14,15 +11,14 @@ from tvm.ir import GenericConst
 
 from relayquant.formats.readers.indices import count_from_start, gather_elements, scatter_elements
 from relayquant.formats.readers.onnx.broadcast import is_same, list_sizes
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.grouped import gather_rows
 from relayquant.formats.readers.onnx.sizes import emit_item, emit_sizes, known_shape, slice_value
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 
-def convert_gather(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr | None:
+def convert_gather(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr | None:
     """Convert Gather with constant indices to R.take. Negative indices are counted from the end
     here, not at run time. For rows of a grouped weight, only these rows are read.
     """
@@ -45,9 +41,7 @@ def convert_gather(
     return relax.op.take(data, relax.const(indices.astype("int64"), "int64"), axis)
 
 
-def convert_slice(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_slice(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Slice. Below opset 10, where bounds are attributes, they become inputs."""
     if opset >= 10:
         return slice_value(bb, inputs)
@@ -57,9 +51,7 @@ def convert_slice(
     return slice_value(bb, [inputs[0], *bounds])
 
 
-def convert_gather_elements(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_gather_elements(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert GatherElements. Its index may be smaller than the data along the other axes."""
     data, index = inputs
     axis = int(attrs.get("axis", 0)) % data.ty.ndim
@@ -67,7 +59,7 @@ def convert_gather_elements(
 
 
 def convert_scatter_elements(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr | None:
     """Convert ScatterElements with fewer indices than elements along another axis, where TVM writes
     to wrong places. Equal sizes are left to TVM.

@@ -1,19 +1,18 @@
 """ONNX reader: normalizations with all their outputs.
 
 R.nn.layer_norm and R.nn.rms_norm have one result, and their scale has the normalized shape. Other
-cases are written as reductions. Each function is a `Convert` as described in
-`relayquant.formats.readers.onnx.operators`.
+cases are written as reductions. Each function is a `Convert`, as `conversion` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from tvm import relax
 
 from relayquant.base import _tvm
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.outputs import NOT_COMPUTED
 from relayquant.formats.readers.onnx.sizes import known_shape
 from relayquant.formats.readers.refusal import Refusal
@@ -24,7 +23,7 @@ STASH_FLOAT = 1
 
 
 def convert_layer_normalization(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr | None:
     """Convert LayerNormalization(x, scale, bias) -> (y, mean, 1 / standard deviation).
 
@@ -50,7 +49,7 @@ def convert_layer_normalization(
 
 
 def convert_skip_layer_normalization(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr:
     """Convert com.microsoft.SkipLayerNormalization(x, skip, scale, shift, bias) -> (y, mean, 1 /
     standard deviation, sum).
@@ -70,7 +69,7 @@ def convert_skip_layer_normalization(
 
 
 def convert_embed_layer_normalization(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr:
     """Convert com.microsoft.EmbedLayerNormalization(ids, segments, words, positions, kinds, scale,
     shift, mask, places) -> (y, counts, sum).
@@ -109,7 +108,7 @@ def _emit_layer_norm(
 
 
 def convert_rms_normalization(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr | None:
     """Convert RMSNormalization to x * R.rsqrt(R.mean(x * x) + epsilon) * scale.
 
@@ -164,9 +163,7 @@ def _inverse_deviation(
     return bb.emit(relax.op.rsqrt(bb.emit(relax.op.add(power, epsilon))))
 
 
-def convert_lp_normalization(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_lp_normalization(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert LpNormalization, which TVM lacks, to x / norm, and 0 where the norm is 0."""
     (data,) = inputs
     axis, order = int(attrs.get("axis", -1)), int(attrs.get("p", 2))
@@ -183,7 +180,7 @@ def convert_lp_normalization(
 
 
 def convert_batch_normalization(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr:
     """Convert BatchNormalization. In inference it has one output: the others are those of training.
 

@@ -4,16 +4,13 @@ TVM turns Clip, Pad and auto_pad into `call_tir` of anonymous loops, which no pa
 reduces a stacked copy for Min, Max and Sum. It ignores some attributes, outputs and versions, and
 some of its run-time results differ from ONNX. Each function says which of these applies, also in
 the modules of families, such as `convolutions`.
-
-A conversion takes the block builder, the inputs (constants where known, None where absent), the
-attributes and the opset. It returns the value, or None to leave the node to TVM.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,6 +32,7 @@ from relayquant.formats.readers.onnx.arithmetic import (
     convert_thresholded_relu,
 )
 from relayquant.formats.readers.onnx.broadcast import convert_concat, convert_expand, list_sizes
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Convert, Operands
 from relayquant.formats.readers.onnx.convolutions import (
     convert_conv,
     convert_conv_transpose,
@@ -93,17 +91,13 @@ from relayquant.formats.readers.onnx.vision import (
 from relayquant.formats.readers.refusal import NotConstant
 from relayquant.ir.rewrite.graph import constant_value
 
-Convert = Callable[[relax.BlockBuilder, Sequence[Any], dict[str, Any], int], "relax.Expr | None"]
-
 
 def read_constant(value: Any) -> np.ndarray | None:
     """Return the value of an operand. None if it is absent or computed at run time."""
     return None if value is None else constant_value(value)
 
 
-def convert_squeeze(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr | None:
+def convert_squeeze(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr | None:
     """Convert Squeeze of symbolic sizes to R.squeeze behind a match_cast, which rejects every size
     but 1 at run time. All others are left to TVM.
     """
@@ -120,9 +114,7 @@ def convert_squeeze(
     return relax.op.squeeze(bb.match_cast(data, relax.TensorType(sizes, data.ty.dtype)), gone)
 
 
-def convert_clip(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_clip(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Clip to R.clip. An absent or NaN bound means no bound, as in ONNX Runtime.
 
     Run-time bounds, and those of int64 data, whose limits do not fit in float64, become
@@ -154,24 +146,18 @@ def convert_clip(
     return relax.op.clip(data, int(min(low, high)), int(high))
 
 
-def convert_elu(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_elu(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Elu by `emit_elu`. TVM supports it in float32 only."""
     return emit_elu(bb, inputs[0], float(attrs.get("alpha", 1.0)))
 
 
-def convert_celu(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_celu(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Celu, which TVM lacks, by `emit_elu`."""
     alpha = float(attrs.get("alpha", 1.0))
     return emit_elu(bb, inputs[0], alpha, 1.0 / alpha)
 
 
-def convert_hard_swish(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_hard_swish(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert HardSwish to x * (clip(x + 3, 0, 6) / 6) with scalars. TVM uses full tensors for the
     constants.
     """
@@ -182,21 +168,14 @@ def convert_hard_swish(
     return relax.op.multiply(data, bb.emit(relax.op.divide(gate, relax.const(6.0, dtype))))
 
 
-def convert_tile(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr | None:
+def convert_tile(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr | None:
     """Convert Tile with constant repeats to R.tile."""
     repeats = constant_value(inputs[1])
     return None if repeats is None else relax.op.tile(inputs[0], [int(n) for n in repeats])
 
 
 def require_constant(
-    what: str,
-    at: int,
-    bb: relax.BlockBuilder,
-    inputs: Sequence[Any],
-    attrs: dict[str, Any],
-    opset: int,
+    what: str, at: int, bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> None:
     """Check that operand `at` is a constant, and leave the node to TVM.
 
@@ -208,9 +187,7 @@ def require_constant(
         raise NotConstant(what)
 
 
-def convert_eye_like(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_eye_like(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert EyeLike to R.eye_like of data with the wanted dtype. TVM supports the dtype of the
     data only.
     """
@@ -223,7 +200,7 @@ def convert_eye_like(
 
 
 def convert_optional_has_element(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr | None:
     """Convert OptionalHasElement without its optional input to False."""
     return None if len(inputs) else relax.const(False, "bool")
@@ -231,9 +208,9 @@ def convert_optional_has_element(
 
 def _fold_pairs(
     op: Callable[[relax.Expr, relax.Expr], relax.Expr],
-    bb: relax.BlockBuilder,
-    inputs: Sequence[Any],
-    attrs: dict[str, Any],
+    bb: Builder,
+    inputs: Operands,
+    attrs: Attrs,
     opset: int,
 ) -> relax.Expr | None:
     """Convert Min, Max, Sum of any number of inputs to one binary operator per further input."""

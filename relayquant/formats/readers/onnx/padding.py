@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 from tvm import relax
 
 from relayquant.errors import format_count
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.frontend import run_frontend
 from relayquant.formats.readers.onnx.quantized import find_real
 from relayquant.formats.readers.onnx.sizes import (
@@ -30,9 +28,7 @@ PAD_MODES = {
 }
 
 
-def convert_pad(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr | None:
+def convert_pad(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr | None:
     """Convert Pad to R.nn.pad. Negative pads crop first: R.strided_slice.
 
     Integer data is left to TVM, unless its pads are computed at run time.
@@ -80,9 +76,7 @@ def convert_pad(
     return relax.op.nn.pad(data, [int(pad) for pair in widths for pad in pair], mode, fill)
 
 
-def pad_with_value(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def pad_with_value(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Pad by constant counts with a run-time value: pad with zeros, then select the value outside
     the data.
     """

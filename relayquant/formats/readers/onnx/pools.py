@@ -1,15 +1,16 @@
 """ONNX reader: pools, as windows that all readers emit.
 
-Each function is a `Convert` as described in `relayquant.formats.readers.onnx.operators`.
+Each function is a `Convert`, as `conversion` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tvm import relax
 
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.convolutions import resolve_auto_pad
 from relayquant.formats.readers.onnx.sizes import known_shape
 from relayquant.formats.readers.pooling import Windows, emit_pool, emit_window_sum
@@ -28,24 +29,18 @@ def read_windows(data: relax.Expr, attrs: Mapping[str, Any]) -> Windows:
     )
 
 
-def convert_average_pool(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_average_pool(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert AveragePool, see `emit_pool`."""
     counts = bool(attrs.get("count_include_pad", 0))
     return emit_pool(bb, "average", inputs[0], read_windows(inputs[0], attrs), counts)
 
 
-def convert_max_pool(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_max_pool(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert MaxPool, see `emit_pool`. TVM lacks its second output, the indices of the maxima."""
     return emit_pool(bb, "maximum", inputs[0], read_windows(inputs[0], attrs))
 
 
-def convert_lp_pool(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_lp_pool(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert LpPool: the sum of |x| ** p of each window, to the power of 1 / p.
 
     TVM multiplies an average by the kernel size, although fewer elements count with ceil_mode.

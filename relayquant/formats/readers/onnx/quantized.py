@@ -1,13 +1,12 @@
 """ONNX reader: QuantizeLinear and related operators -> operators of the dialect.
 
 A quantized model is imported in the reference form: quantize, dequantize, float operator.
-`relayquant.lower` converts it to integer operators. Each function is a `Convert` as described in
-`relayquant.formats.readers.onnx.operators`.
+`relayquant.lower` converts it to integer operators. Each function is a `Convert`, as `conversion`
+says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from tvm.ir import Call, GenericConst
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.errors import format_count
 from relayquant.formats.readers.onnx.broadcast import is_same, list_sizes, merge_shapes, spread_axes
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.grouped import dequantize_blocks
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.dialect import qnn
@@ -39,9 +39,7 @@ NARROW = {
 }
 
 
-def convert_quantize_linear(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_quantize_linear(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert QuantizeLinear to R.qnn.quantize. A constant becomes its integers.
 
     4-bit results are stored in 8 bits and clipped to their range.
@@ -66,7 +64,7 @@ def convert_quantize_linear(
 
 
 def convert_dequantize_linear(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr:
     """Convert DequantizeLinear to R.qnn.dequantize, also for a constant: a quantized weight stays
     quantized. Constants of less than 8 bits were widened before (`rewrite`).
@@ -179,7 +177,7 @@ def find_real(bb: relax.BlockBuilder, value: relax.Expr) -> np.ndarray | None:
 
 
 def convert_dynamic_quantize_linear(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr:
     """Convert DynamicQuantizeLinear -> (R.qnn.quantize(x, scale, zero point), scale, zero point
     uint8).
@@ -192,9 +190,7 @@ def convert_dynamic_quantize_linear(
     return relax.Tuple([found.value, found.scale, zero_point])
 
 
-def convert_matmul_integer(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_matmul_integer(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert MatMulInteger(x, w, x_zero, w_zero) -> int32 sum of (x - x_zero) * (w - w_zero).
 
     For a constant w of rank 2, it is qnn.dense(x, w) - x_zero * (sums of the columns of w), so the
@@ -263,9 +259,7 @@ def multiply_values(
     return relax.op.subtract(product, bb.emit(relax.op.multiply(sums, weight_zero)))
 
 
-def convert_conv_integer(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_conv_integer(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert ConvInteger(x, w, x_zero, w_zero) to R.qnn.conv2d with int32 results. The padding is
     x_zero.
 

@@ -23,6 +23,7 @@ from tvm.ir import Call
 
 from relayquant.errors import format_count
 from relayquant.formats.readers.onnx.activations import find_activation
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.steps import (
     check_steps,
     find_length,
@@ -80,7 +81,7 @@ class Cell:
 
 
 def convert_recurrent(
-    cell: Cell, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    cell: Cell, bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr:
     """Convert LSTM, GRU or RNN -> (Y, last hidden state, last cell), as ONNX defines them.
 

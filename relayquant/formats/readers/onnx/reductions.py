@@ -1,6 +1,6 @@
 """ONNX reader: reductions of every opset, and operators along one axis.
 
-Each function is a `Convert` as described in `relayquant.formats.readers.onnx.operators`.
+Each function is a `Convert`, as `conversion` says.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tvm import relax
 from relayquant.base.axes import shape_along
 from relayquant.formats.readers.indices import count_from_start, take_largest
 from relayquant.formats.readers.onnx.broadcast import list_sizes
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.frontend import run_frontend
 from relayquant.formats.readers.onnx.sizes import emit_item, known_shape, read_sizes
 from relayquant.formats.readers.refusal import NotConstant
@@ -57,7 +58,7 @@ REDUCTIONS = {
 
 
 def convert_reduction(
-    name: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    name: str, bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr:
     """Convert Reduce* with axes as an attribute, or as an input in later versions.
 
@@ -87,9 +88,7 @@ def compute_real(bb: relax.BlockBuilder, function: Unary, data: relax.Expr) -> r
     return bb.emit(relax.op.astype(bb.emit(function(real)), dtype))
 
 
-def convert_log_sum_exp(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_log_sum_exp(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert ReduceLogSumExp to log(sum(exp(x - max))) + max.
 
     An infinite maximum is not subtracted, because infinity - infinity is NaN.
@@ -115,9 +114,7 @@ def sum_exponentials(
     return result if keepdims else relax.op.squeeze(result, axes)
 
 
-def convert_hardmax(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr | None:
+def convert_hardmax(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr | None:
     """Convert Hardmax of rows of symbolic length: 1 at the first largest value, else 0. Others are
     left to TVM.
 
@@ -154,9 +151,7 @@ def read_axes(inputs: Sequence[Any], attrs: dict[str, Any]) -> list[int] | None:
     return [] if attrs.get("noop_with_empty_axes", 0) else None
 
 
-def convert_unique(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_unique(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Unique with TVM's frontend. Without an axis it reads flat data, as then all indices
     have one dimension.
     """
@@ -166,9 +161,7 @@ def convert_unique(
     return run_frontend("Unique", bb, [data], attrs, opset)
 
 
-def convert_top_k(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_top_k(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert TopK to R.topk. The result is sorted even if it need not be.
 
     Raises:
@@ -182,9 +175,7 @@ def convert_top_k(
     return take_largest(bb, data, count, axis, largest=bool(attrs.get("largest", 1)))
 
 
-def convert_one_hot(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_one_hot(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert OneHot(indices, depth, (off, on)) to where(indices == 0 ... depth - 1, on, off).
 
     Negative indices count from the end. An index outside the depth gives only `off`. R.one_hot has

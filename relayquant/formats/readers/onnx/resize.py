@@ -7,12 +7,12 @@ as described in `relayquant.formats.readers.onnx.operators`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from tvm import relax
 
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.sizes import read_sizes
 from relayquant.formats.readers.onnx.symbolic import divide
 from relayquant.formats.readers.refusal import NotConstant, Refusal
@@ -28,9 +28,7 @@ from relayquant.formats.readers.resize import (
 from relayquant.ir.rewrite.graph import constant_value
 
 
-def convert_upsample(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_upsample(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Upsample (opset 7 and 9): Resize of opset 10 with scales of at least 1."""
     scales = attrs.get("scales")
     if scales is None:
@@ -38,9 +36,7 @@ def convert_upsample(
     return convert_resize(bb, [inputs[0], relax.const(list(scales), "float32")], attrs, 10)
 
 
-def convert_resize(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_resize(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Resize to R.image.resize2d, or to R.take and R.matmul along each axis.
 
     Opset 10 has neither roi nor sizes. Its coordinates are asymmetric and its nearest_mode is

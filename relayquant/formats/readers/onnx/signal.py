@@ -14,6 +14,7 @@ from relayquant.formats.readers.fourier import (
     make_real_inverse,
     make_transform,
 )
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.sizes import known_shape
 from relayquant.formats.readers.refusal import NotConstant, Refusal
 from relayquant.ir.rewrite.graph import constant_value
@@ -37,9 +38,7 @@ def count_parts(data: relax.Expr) -> int:
     return int(parts)
 
 
-def convert_dft(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_dft(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert DFT. A onesided inverse gives real numbers, with a last axis of size 1.
 
     Raises:
@@ -68,9 +67,7 @@ def convert_dft(
     return emit_product(bb, data, axis, matrix[:, :parts])
 
 
-def convert_stft(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_stft(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert STFT to a convolution along the signal, whose weights are the windowed matrix.
 
     Raises:

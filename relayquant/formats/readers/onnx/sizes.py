@@ -1,8 +1,7 @@
 """ONNX reader: operators with an operand that gives a size of the result.
 
 Constant sizes become sizes of the module. Other sizes become symbolic sizes that a match_cast reads
-at run time. Each function is a `Convert` as described in
-`relayquant.formats.readers.onnx.operators`.
+at run time. Each function is a `Convert`, as `conversion` says.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from tvm.sym import Analyzer
 
 from relayquant.errors import format_count
 from relayquant.formats.readers.indices import count_from_start
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.symbolic import (
     emit_tensor,
     find_bounds,
@@ -98,7 +98,7 @@ def emit_sizes(bb: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
 
 
 def convert_constant_of_shape(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr | None:
     """Convert ConstantOfShape with run-time sizes to R.full. Constant sizes are left to TVM.
 
@@ -118,9 +118,7 @@ def convert_constant_of_shape(
     return relax.op.full(shape, relax.const(array.reshape(()), str(array.dtype)))
 
 
-def convert_reshape(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr | None:
+def convert_reshape(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr | None:
     """Convert Reshape to run-time sizes. 0 keeps a size (unless allowzero), -1 is the remaining
     size.
 
@@ -282,9 +280,7 @@ def check_sections(size: int | None, count: int) -> None:
         )
 
 
-def convert_split(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr | None:
+def convert_split(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr | None:
     """Convert Split of an axis or into parts whose sizes TVM does not compare, or does not take.
 
     Parts of 2, n and 1 of (k, 4)   ->   reshape to (n + 3, 4), then strided_slice [0 : 2],
@@ -405,9 +401,7 @@ def fill_outside(
     return padded
 
 
-def limit_range(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> None:
+def limit_range(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> None:
     """Refuse a Range whose result would fill the memory, because TVM computes it at once."""
     values = [constant_value(given) for given in inputs]
     if all(value is not None for value in values):

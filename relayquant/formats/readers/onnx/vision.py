@@ -1,23 +1,21 @@
 """ONNX reader: boxes, regions and blocks of pixels.
 
-Each function is a `Convert` as described in `relayquant.formats.readers.onnx.operators`.
+Each function is a `Convert`, as `conversion` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 from tvm import relax
 
+from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.sizes import emit_shape
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.rewrite.graph import constant_value
 
 
 def convert_space_to_depth(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr | None:
     """Convert SpaceToDepth in mode CRD (opset 28): channels outermost, the reverse of
     DepthToSpace.
@@ -36,9 +34,7 @@ def convert_space_to_depth(
     return relax.op.reshape(moved, (batch, channels * block * block, rows, columns))
 
 
-def convert_roi_align(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr:
+def convert_roi_align(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert RoiAlign(x, regions, images) to R.vision.roi_align, whose `aligned` only allows
     regions of less than a pixel. "half_pixel" also moves them by half a pixel of x; TVM's frontend
     moves them before they are scaled.
@@ -74,7 +70,7 @@ def convert_roi_align(
 
 
 def convert_non_max_suppression(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+    bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr:
     """Convert NonMaxSuppression to R.vision.all_class_non_max_suppression. Its first `count` rows
     are the selected boxes.
