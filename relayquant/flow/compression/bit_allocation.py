@@ -15,15 +15,11 @@ from relayquant.base.packing import count_bytes, count_groups
 from relayquant.errors import ConfigError, format_count
 from relayquant.flow.compression.find import WeightKey, WeightUse
 from relayquant.flow.compression.fit import Gram
-from relayquant.flow.compression.fit_layers import MOST_BITS, CompressData, measure_loss
-from relayquant.flow.compression.settings import CompressSettings
+from relayquant.flow.compression.fit_layers import MOST_BITS, CompressData, Formats, measure_loss
 
 
 def choose_formats(
-    uses: Sequence[WeightUse],
-    forms: Mapping[WeightKey, GroupFormat],
-    data: CompressData,
-    settings: CompressSettings,
+    uses: Sequence[WeightUse], forms: Formats, data: CompressData
 ) -> tuple[dict[WeightKey, GroupFormat], dict[WeightKey, str]]:
     """Return the format of each weight, and why some of them have 8 bits.
 
@@ -33,7 +29,7 @@ def choose_formats(
     Raises:
         ConfigError: there is not enough room even for the fewest bits.
     """
-    forms = dict(forms)
+    forms, settings = dict(forms), data.settings
     weights = {use.key: use for use in uses}
     limit = settings.max_size
     if settings.max_bits is not None:
@@ -51,7 +47,7 @@ def choose_formats(
             f"allowed are {limit} by max_size or max_bits. Use fewer bits or larger groups.",
             code="RQ102",
         )
-    losses = measure_losses(weights, forms, data, settings)
+    losses = measure_losses(weights, forms, data)
     wide = {key: replace(form, bits=MOST_BITS) for key, form in forms.items()}
     costs = {key: count_size(weights[key], wide[key]) - sizes[key] for key in losses}
     kept: dict[WeightKey, str] = {}
@@ -80,10 +76,7 @@ def count_size(use: WeightUse, form: GroupFormat) -> int:
 
 
 def measure_losses(
-    weights: Mapping[WeightKey, WeightUse],
-    forms: Mapping[WeightKey, GroupFormat],
-    data: CompressData,
-    settings: CompressSettings,
+    weights: Mapping[WeightKey, WeightUse], forms: Formats, data: CompressData
 ) -> dict[WeightKey, float]:
     """Measure the loss of each weight with fewer than 8 bits."""
     losses: dict[WeightKey, float] = {}
@@ -99,7 +92,7 @@ def measure_losses(
         measure(use, gram)
         return use.array
 
-    data.walk(settings, meet)
+    data.walk(meet)
     for use in weights.values():
         measure(use, None)
     return losses

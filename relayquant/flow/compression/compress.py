@@ -169,9 +169,9 @@ def compress_weights(
     table_form = replace(form, bits=settings.embedding_bits or form.bits)
     forms = {use.key: table_form if use.source.key in tables else form for use in wanted}
     data = open_data(mod, sources, wanted, dataset, settings)
-    wanted, data = smooth_weights(wanted, forms, data, settings)
-    forms, kept = choose_formats(wanted, forms, data, settings)
-    found = fit_weights(wanted, forms, data, settings)
+    wanted, data = smooth_weights(wanted, forms, data)
+    forms, kept = choose_formats(wanted, forms, data)
+    found = fit_weights(wanted, forms, data)
     found.kept.update(kept)
     compressed = replace_weights(mod, sources, wanted, found, settings.activation)
     has_functions = len({use.function for use in uses}) > 1

@@ -46,9 +46,12 @@ MOST_BITS = 8
 KIND = "relayquant.grouped_weight.1"
 
 
+Formats = Mapping[WeightKey, GroupFormat]
+
+
 @dataclass(frozen=True, eq=False)
 class CompressData:
-    """A function and its batches. Without data there are no batches.
+    """A function, its batches, and what is made of it. Without data there are no batches.
 
     Attributes:
         uses: The operators that data reaches, by the variable of their value.
@@ -60,8 +63,9 @@ class CompressData:
     function: str
     batches: tuple[Batch, ...]
     uses: Mapping[object, WeightUse]
+    settings: CompressSettings
 
-    def walk(self, settings: CompressSettings, meet: Meet, *, with_float: bool = False) -> None:
+    def walk(self, meet: Meet, *, with_float: bool = False) -> None:
         """Run `walk_weights` on all batches."""
         if self.batches:
             walk_weights(
@@ -70,8 +74,8 @@ class CompressData:
                 self.batches,
                 self.params,
                 self.uses,
-                settings.group_size,
-                settings.activation,
+                self.settings.group_size,
+                self.settings.activation,
                 meet,
                 with_float=with_float,
             )
@@ -106,7 +110,7 @@ def open_data(
             "compress_weights: function= says what dataset= is for; pass both.", code="RQ102"
         )
     if dataset is None:
-        return CompressData(mod, params, name, (), {})
+        return CompressData(mod, params, name, (), {}, settings)
     if name not in functions:
         given = f"function={name!r} reads no weight" if name else "the module has no one model"
         raise ConfigError(
@@ -129,24 +133,19 @@ def open_data(
     ]
     batches = tuple(open_dataset(dataset, inputs))
     own = {use.var: use for use in uses if use.function == name}
-    return CompressData(mod, params, name, batches, own)
+    return CompressData(mod, params, name, batches, own, settings)
 
 
-def fit_weights(
-    uses: Sequence[WeightUse],
-    forms: Mapping[WeightKey, GroupFormat],
-    data: CompressData,
-    settings: CompressSettings,
-) -> FoundWeights:
+def fit_weights(uses: Sequence[WeightUse], forms: Formats, data: CompressData) -> FoundWeights:
     """Fit the weight of each use once, by its key. Weights that data reaches come first, in this
     order.
     """
-    found = FoundWeights()
+    found, settings = FoundWeights(), data.settings
     total = len({use.key for use in uses})
     order = {key: i for i, key in enumerate(dict.fromkeys(use.key for use in uses))}
 
     with (
-        open_results(uses, forms, data, settings) as workspace,
+        open_results(uses, forms, data) as workspace,
         open_workers(settings.workers, workspace) as run,
     ):
 
@@ -181,7 +180,7 @@ def fit_weights(
             return found.weights[use.key].decode()
 
         fit = FITS[settings.level]
-        data.walk(settings, meet, with_float=fit is not None and fit.follows_float)
+        data.walk(meet, with_float=fit is not None and fit.follows_float)
         for use in uses:
             if use.key not in found.weights:
                 find(use, None)
@@ -243,12 +242,10 @@ def describe_fit(uses: Sequence[WeightUse], found: FoundWeights, settings: Compr
 
 @contextmanager
 def open_results(
-    uses: Sequence[WeightUse],
-    forms: Mapping[WeightKey, GroupFormat],
-    data: CompressData,
-    settings: CompressSettings,
+    uses: Sequence[WeightUse], forms: Formats, data: CompressData
 ) -> Iterator[Workspace | None]:
     """Open the folder of finished weights; None without a checkpoint."""
+    settings = data.settings
     if settings.checkpoint is None:
         yield None
         return

@@ -11,7 +11,7 @@ max|w|^(1-a), and AWQ, which takes powers of the data's size and tries several.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +20,7 @@ from tvm import relax
 from relayquant.base.grouping import GroupFormat
 from relayquant.flow.compression.find import WeightKey, WeightUse
 from relayquant.flow.compression.fit import Float32, Gram
-from relayquant.flow.compression.fit_layers import CompressData
+from relayquant.flow.compression.fit_layers import CompressData, Formats
 from relayquant.flow.compression.settings import CompressSettings, find_data_group
 from relayquant.ir.dialect.qnn.grouped import ROW_LIMIT
 
@@ -39,23 +39,17 @@ SMALLEST = 0.01
 
 
 def smooth_weights(
-    uses: Sequence[WeightUse],
-    forms: Mapping[WeightKey, GroupFormat],
-    data: CompressData,
-    settings: CompressSettings,
+    uses: Sequence[WeightUse], forms: Formats, data: CompressData
 ) -> tuple[list[WeightUse], CompressData]:
     """Return the uses with the factors of their weights, and the data with these uses."""
-    factors = choose_factors(uses, forms, data, settings) if data.batches else {}
+    factors = choose_factors(uses, forms, data) if data.batches else {}
     smoothed = {id(use): replace(use, smoothing=factors.get(use.key)) for use in uses}
     own = {var: smoothed[id(use)] for var, use in data.uses.items() if id(use) in smoothed}
     return list(smoothed.values()), replace(data, uses=own)
 
 
 def choose_factors(
-    uses: Sequence[WeightUse],
-    forms: Mapping[WeightKey, GroupFormat],
-    data: CompressData,
-    settings: CompressSettings,
+    uses: Sequence[WeightUse], forms: Formats, data: CompressData
 ) -> dict[WeightKey, Float32]:
     """Return factors (K,) of the weights that gain by them; one array for weights that read the
     same data.
@@ -79,20 +73,17 @@ def choose_factors(
                 each.key in forms and counts[each.key] == 1 and each.source.key not in tables
                 for each in own
             ):
-                factors = find_best(own, forms, gram, settings)
+                factors = find_best(own, forms, gram, data.settings)
                 if factors is not None:
                     found.update({each.key: factors for each in own})
         return use.array
 
-    replace(data, batches=data.batches[:BATCHES]).walk(settings, meet)
+    replace(data, batches=data.batches[:BATCHES]).walk(meet)
     return found
 
 
 def find_best(
-    uses: Sequence[WeightUse],
-    forms: Mapping[WeightKey, GroupFormat],
-    gram: Gram,
-    settings: CompressSettings,
+    uses: Sequence[WeightUse], forms: Formats, gram: Gram, settings: CompressSettings
 ) -> Float32 | None:
     """Return the factors with the smallest expected error of the products that read one value.
     None: the weights stay.
