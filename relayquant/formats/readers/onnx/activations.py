@@ -65,38 +65,36 @@ def find_activation(name: str) -> Activation:
     raise Refusal(f"activation {name!r} is not known; allowed: {known}")
 
 
-def affine(bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
+def affine(bb: Builder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
     """alpha * x + beta"""
     product = bb.emit(relax.op.multiply(x, scalar(alpha, x)))
     return bb.emit(relax.op.add(product, scalar(beta, x)))
 
 
-def hard_sigmoid(bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
+def hard_sigmoid(bb: Builder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
     """clip(alpha * x + beta, 0, 1)"""
     return bb.emit(relax.op.clip(affine(bb, x, alpha, beta), 0.0, 1.0))
 
 
-def scaled_tanh(bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
+def scaled_tanh(bb: Builder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
     """alpha * tanh(beta * x)"""
     inner = bb.emit(relax.op.multiply(x, scalar(beta, x)))
     return bb.emit(relax.op.multiply(bb.emit(relax.op.tanh(inner)), scalar(alpha, x)))
 
 
-def thresholded_relu(
-    bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float
-) -> relax.Expr:
+def thresholded_relu(bb: Builder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
     """x where x >= alpha, else 0"""
     above = bb.emit(relax.op.greater_equal(x, scalar(alpha, x)))
     return bb.emit(relax.op.where(above, x, scalar(0.0, x)))
 
 
-def softsign(bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
+def softsign(bb: Builder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
     """x / (1 + |x|)"""
     size = bb.emit(relax.op.add(bb.emit(relax.op.abs(x)), scalar(1.0, x)))
     return bb.emit(relax.op.divide(x, size))
 
 
-def softplus(bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
+def softplus(bb: Builder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
     """log(1 + exp(x)), which is x where it rounds to x"""
     return bb.emit(relax.op.nn.softplus(x, 1.0, 40.0 if str(x.ty.dtype) == "float64" else 20.0))
 

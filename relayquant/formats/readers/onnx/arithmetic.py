@@ -70,7 +70,7 @@ def convert_shrink(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> r
     return relax.op.where(below, raised, rest)
 
 
-def _is_at_most(bb: relax.BlockBuilder, data: relax.Expr, bound: int) -> relax.Expr:
+def _is_at_most(bb: Builder, data: relax.Expr, bound: int) -> relax.Expr:
     """Emit x <= bound for integers x and a bound that their dtype may not hold."""
     dtype = dtype_of(data)
     limits = np.iinfo(dtype)
@@ -79,7 +79,7 @@ def _is_at_most(bb: relax.BlockBuilder, data: relax.Expr, bound: int) -> relax.E
     return bb.emit(relax.op.less_equal(data, relax.const(min(bound, limits.max), dtype)))
 
 
-def _truncate_sum(bb: relax.BlockBuilder, data: relax.Expr, number: float) -> relax.Expr:
+def _truncate_sum(bb: Builder, data: relax.Expr, number: float) -> relax.Expr:
     """Emit x + number for integers x, rounded to 0. What the dtype does not hold wraps around."""
     dtype = dtype_of(data)
     down, up = (
@@ -204,7 +204,7 @@ def convert_pow(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> rela
 
 
 def _select_bit(
-    bb: relax.BlockBuilder, value: relax.Expr, at: int, yes: relax.Expr, no: relax.Expr
+    bb: Builder, value: relax.Expr, at: int, yes: relax.Expr, no: relax.Expr
 ) -> relax.Expr:
     """Emit `yes` where bit `at` of `value` is set, else `no`."""
     dtype = dtype_of(value)

@@ -96,7 +96,7 @@ def merge_shapes(shapes: Sequence[Sequence[Size]]) -> list[Size]:
 
 
 def spread_operands(
-    bb: relax.BlockBuilder, op: str, operands: Sequence[relax.Expr | None]
+    bb: Builder, op: str, operands: Sequence[relax.Expr | None]
 ) -> Sequence[relax.Expr | None]:
     """Return the operands with equal sizes on the axes where Relax cannot broadcast."""
     tensors = [each for each in operands if isinstance(getattr(each, "ty", None), relax.TensorType)]
@@ -117,7 +117,7 @@ def spread_operands(
     ]
 
 
-def settle_size(bb: relax.BlockBuilder, size: Size) -> Size:
+def settle_size(bb: Builder, size: Size) -> Size:
     """Return max(N, M) as one symbolic size that a match_cast reads at run time. TVM's passes fail
     on a size that compares two others.
     """
@@ -129,7 +129,7 @@ def settle_size(bb: relax.BlockBuilder, size: Size) -> Size:
     return settled
 
 
-def spread_axes(bb: relax.BlockBuilder, data: relax.Expr, wanted: Sequence[Size]) -> relax.Expr:
+def spread_axes(bb: Builder, data: relax.Expr, wanted: Sequence[Size]) -> relax.Expr:
     """Spread the first axes of the data to the wanted sizes where their size is symbolic."""
     sizes = list_sizes(data)
     for axis, (size, want) in enumerate(zip(sizes, wanted, strict=False)):
@@ -149,7 +149,7 @@ def spread_axes(bb: relax.BlockBuilder, data: relax.Expr, wanted: Sequence[Size]
     return data
 
 
-def broadcast(bb: relax.BlockBuilder, data: relax.Expr, wanted: Sequence[Size]) -> relax.Expr:
+def broadcast(bb: Builder, data: relax.Expr, wanted: Sequence[Size]) -> relax.Expr:
     """Broadcast the data to a compatible shape of at least its rank."""
     wanted = [settle_size(bb, size) for size in wanted]
     spread = spread_axes(bb, data, wanted[len(wanted) - data.ty.ndim :])

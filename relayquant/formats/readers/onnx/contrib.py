@@ -32,7 +32,7 @@ from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_dtyp
 HIDDEN = -10000.0
 
 
-def dequantize(bb: relax.BlockBuilder, *triple: Any, axis: int = 0) -> relax.Expr:
+def dequantize(bb: Builder, *triple: Any, axis: int = 0) -> relax.Expr:
     """Dequantize (tensor, scale, zero point)."""
     return bb.emit(convert_dequantize_linear(bb, triple, {"axis": axis}, 13))
 
@@ -72,7 +72,7 @@ def convert_matmul_integer_to_float(
 
 
 def multiply_integers(
-    bb: relax.BlockBuilder,
+    bb: Builder,
     left: relax.Expr,
     right: relax.Expr,
     left_scale: relax.Expr,
@@ -90,7 +90,7 @@ def multiply_integers(
 
 
 def multiply_dynamic(
-    bb: relax.BlockBuilder,
+    bb: Builder,
     opset: int,
     right: relax.Expr,
     right_scale: relax.Expr,
@@ -171,7 +171,7 @@ def read_rows(
 
 
 def read_product(
-    bb: relax.BlockBuilder,
+    bb: Builder,
     opset: int,
     triple: tuple[np.ndarray, np.ndarray, np.ndarray],
     number: int,
@@ -216,7 +216,7 @@ def convert_qembed_layer_normalization(
     return relax.Tuple([value, bb.emit(relax.op.astype(count, "int32"))])
 
 
-def look_up(bb: relax.BlockBuilder, triple: Sequence[Any], indices: relax.Expr) -> relax.Expr:
+def look_up(bb: Builder, triple: Sequence[Any], indices: relax.Expr) -> relax.Expr:
     """Look up rows of a quantized table and dequantize them."""
     table, *parameters = triple
     return dequantize(bb, bb.emit(relax.op.take(table, indices, axis=0)), *parameters)
@@ -278,7 +278,7 @@ def convert_qattention(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) 
     return relax.Tuple([result, bb.emit(relax.op.stack(present, 0))])
 
 
-def read_mask(bb: relax.BlockBuilder, mask: relax.Expr, count: Any) -> relax.Expr:
+def read_mask(bb: Builder, mask: relax.Expr, count: Any) -> relax.Expr:
     """Return which of `count` keys a mask keeps, broadcastable to (batch, heads, queries, keys)."""
     rank, shape = mask.ty.ndim, tensor_shape(mask)
     axes = {1: [1, 2, 3], 2: [1, 2], 3: [1]}.get(rank)
@@ -294,7 +294,7 @@ def read_mask(bb: relax.BlockBuilder, mask: relax.Expr, count: Any) -> relax.Exp
     return relax.op.less(places, wide)
 
 
-def hide_later(bb: relax.BlockBuilder, scores: relax.Expr, length: Any, count: Any) -> relax.Expr:
+def hide_later(bb: Builder, scores: relax.Expr, length: Any, count: Any) -> relax.Expr:
     """Mask scores (..., length, count) of the keys after each query. The last query sees all
     keys.
     """

@@ -156,7 +156,7 @@ def read_list(attrs: dict[str, Any], name: str, count: int) -> list[int]:
     return values
 
 
-def read_condition(bb: relax.BlockBuilder, condition: relax.Expr) -> bool:
+def read_condition(bb: Builder, condition: relax.Expr) -> bool:
     """Return the value of a constant condition.
 
     Raises:
@@ -168,7 +168,7 @@ def read_condition(bb: relax.BlockBuilder, condition: relax.Expr) -> bool:
     return bool(array.item())
 
 
-def refuse_source(bb: relax.BlockBuilder, what: str, value: relax.Expr) -> Refusal:
+def refuse_source(bb: Builder, what: str, value: relax.Expr) -> Refusal:
     """Make the refusal for a value that must be constant: what it depends on, and what to do."""
     names = list(find_inputs(value, bb.lookup_binding))
     if not names:

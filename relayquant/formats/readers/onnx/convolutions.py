@@ -61,7 +61,7 @@ def resolve_auto_pad(
     return begins + ends
 
 
-def add_bias(bb: relax.BlockBuilder, value: relax.Expr, bias: relax.Expr | None) -> relax.Expr:
+def add_bias(bb: Builder, value: relax.Expr, bias: relax.Expr | None) -> relax.Expr:
     """Emit value + bias over axis 1. A constant bias becomes a constant of shape [1, C, 1, ...]."""
     if bias is None:
         return value

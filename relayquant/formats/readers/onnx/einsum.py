@@ -110,7 +110,7 @@ def read_labels(text: str, hidden: int) -> tuple[str, ...]:
 # -- one operand -----------------------------------------------------------------------------------
 
 
-def take_diagonals(bb: relax.BlockBuilder, term: Term) -> Term:
+def take_diagonals(bb: Builder, term: Term) -> Term:
     """Take diagonals so that each label occurs once.
 
     Raises:
@@ -136,7 +136,7 @@ def take_diagonals(bb: relax.BlockBuilder, term: Term) -> Term:
     return take_diagonals(bb, Term(value, (repeated, *(term.labels[at] for at in others))))
 
 
-def sum_labels(bb: relax.BlockBuilder, term: Term, wanted: Collection[str]) -> Term:
+def sum_labels(bb: Builder, term: Term, wanted: Collection[str]) -> Term:
     """Sum the term over the labels that are not wanted."""
     axes = [at for at, label in enumerate(term.labels) if label not in wanted]
     if not axes:
@@ -145,7 +145,7 @@ def sum_labels(bb: relax.BlockBuilder, term: Term, wanted: Collection[str]) -> T
     return Term(bb.emit(relax.op.sum(term.value, axes)), labels)
 
 
-def permute(bb: relax.BlockBuilder, term: Term, labels: Iterable[str]) -> Term:
+def permute(bb: Builder, term: Term, labels: Iterable[str]) -> Term:
     """Reorder the axes of the term. A constant stays a constant."""
     labels = tuple(labels)
     if labels == term.labels:
@@ -162,7 +162,7 @@ def permute(bb: relax.BlockBuilder, term: Term, labels: Iterable[str]) -> Term:
 # -- two operands ----------------------------------------------------------------------------------
 
 
-def multiply_terms(bb: relax.BlockBuilder, left: Term, right: Term, wanted: set[str]) -> Term:
+def multiply_terms(bb: Builder, left: Term, right: Term, wanted: set[str]) -> Term:
     """Multiply two terms and sum over shared labels that are not needed later."""
     left = sum_labels(bb, left, wanted | set(right.labels))
     right = sum_labels(bb, right, wanted | set(left.labels))
@@ -192,7 +192,7 @@ def multiply_terms(bb: relax.BlockBuilder, left: Term, right: Term, wanted: set[
 
 
 def join(
-    bb: relax.BlockBuilder,
+    bb: Builder,
     term: Term,
     batch: Sequence[str],
     groups: Sequence[Sequence[str]],
@@ -211,7 +211,7 @@ def join(
     return bb.emit(relax.op.reshape(term.value, relax.ShapeExpr(joined)))
 
 
-def spread_labels(bb: relax.BlockBuilder, term: Term, other: Term, labels: Sequence[str]) -> Term:
+def spread_labels(bb: Builder, term: Term, other: Term, labels: Sequence[str]) -> Term:
     """Broadcast axes of size 1 that will be summed to the sizes in another term."""
     have, wanted = term.sizes(), other.sizes()
     sizes = [
@@ -226,7 +226,7 @@ def spread_labels(bb: relax.BlockBuilder, term: Term, other: Term, labels: Seque
     return Term(bb.emit(relax.op.broadcast_to(term.value, relax.ShapeExpr(sizes))), term.labels)
 
 
-def multiply_elements(bb: relax.BlockBuilder, left: Term, right: Term) -> Term:
+def multiply_elements(bb: Builder, left: Term, right: Term) -> Term:
     """Emit left * right over all their labels."""
     labels = (*left.labels, *(label for label in right.labels if label not in left.labels))
     operands = []

@@ -35,7 +35,7 @@ def round_once(convert: Callable[..., relax.Expr]) -> Callable[..., relax.Expr]:
     return convert_widened
 
 
-def widen_operand(bb: relax.BlockBuilder, operand: Any, dtype: str) -> Any:
+def widen_operand(bb: Builder, operand: Any, dtype: str) -> Any:
     """Return an operand of this type in float32, a constant as one, and any other as it is."""
     if operand is None or str(getattr(operand.ty, "dtype", "")) != dtype:
         return operand

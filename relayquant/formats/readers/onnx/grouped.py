@@ -120,9 +120,7 @@ def sort_columns(groups: np.ndarray, features: int, size: int) -> tuple[np.ndarr
     return np.argsort(ranks[groups], kind="stable"), places
 
 
-def multiply_sums(
-    bb: relax.BlockBuilder, data: relax.Expr, offsets: np.ndarray, size: int
-) -> relax.Expr:
+def multiply_sums(bb: Builder, data: relax.Expr, offsets: np.ndarray, size: int) -> relax.Expr:
     """Emit (sums of the groups of data (..., K)) @ offsets^T. It corrects weights with offsets (N,
     groups) in addition to their codes.
     """
@@ -197,9 +195,7 @@ def make_operands(
     return GroupedOperands(tuple(relax.const(part) for part in (packed, scale, zero)), form)
 
 
-def dequantize_blocks(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], axis: int, size: int
-) -> relax.Expr:
+def dequantize_blocks(bb: Builder, inputs: Sequence[Any], axis: int, size: int) -> relax.Expr:
     """Convert DequantizeLinear(w, scales, zero points) in blocks of `size` along `axis` of a matrix
     to all rows of a grouped weight.
 
@@ -281,7 +277,7 @@ def choose_bits(*arrays: np.ndarray) -> tuple[int, int]:
     return next(fitting)  # 8 bits hold every 8-bit integer.
 
 
-def find_rows(bb: relax.BlockBuilder, expr: relax.Expr) -> tuple[GroupedOperands, bool] | None:
+def find_rows(bb: Builder, expr: relax.Expr) -> tuple[GroupedOperands, bool] | None:
     """Return (the grouped weight whose rows a value holds, whether it is transposed). None for any
     other value.
     """
@@ -309,7 +305,7 @@ def find_rows(bb: relax.BlockBuilder, expr: relax.Expr) -> tuple[GroupedOperands
 
 
 def multiply_rows(
-    bb: relax.BlockBuilder, data: relax.Expr, weight: relax.Expr, *, is_transposed: bool = False
+    bb: Builder, data: relax.Expr, weight: relax.Expr, *, is_transposed: bool = False
 ) -> relax.Expr | None:
     """Multiply data (..., K) by a weight that is rows of a grouped weight: (K, N), or (N, K) with
     `is_transposed`. None for any other weight.

@@ -76,9 +76,7 @@ def convert_scatter_elements(
     return scatter_elements(bb, data, index, sizes, updates, axis, reduction)
 
 
-def count_along(
-    bb: relax.BlockBuilder, data: relax.Expr, index: relax.Expr, axis: int
-) -> relax.Expr:
+def count_along(bb: Builder, data: relax.Expr, index: relax.Expr, axis: int) -> relax.Expr:
     """Count an index from the start of an axis of the data, also of symbolic size."""
     size = list_sizes(data)[axis]
     if not isinstance(size, int):

@@ -94,7 +94,7 @@ def convert_embed_layer_normalization(
 
 
 def _emit_layer_norm(
-    bb: relax.BlockBuilder,
+    bb: Builder,
     data: relax.Expr,
     scale: relax.Expr,
     shift: relax.Expr | None,
@@ -140,21 +140,21 @@ def _is_plain(
     return all(tensor_shape(value) == wanted for value in (scale, bias) if value is not None)
 
 
-def _widen(bb: relax.BlockBuilder, data: relax.Expr, attrs: dict[str, Any]) -> relax.Expr:
+def _widen(bb: Builder, data: relax.Expr, attrs: dict[str, Any]) -> relax.Expr:
     """Cast the data to the dtype that stash_type requires for statistics."""
     if attrs.get("stash_type", STASH_FLOAT) != STASH_FLOAT or str(data.ty.dtype) == "float32":
         return data
     return bb.emit(relax.op.astype(data, "float32"))
 
 
-def _narrow(bb: relax.BlockBuilder, value: relax.Expr, dtype: str) -> relax.Expr:
+def _narrow(bb: Builder, value: relax.Expr, dtype: str) -> relax.Expr:
     if str(value.ty.dtype) == dtype:
         return value
     return bb.emit(relax.op.astype(value, dtype))
 
 
 def _inverse_deviation(
-    bb: relax.BlockBuilder, value: relax.Expr, axes: list[int], attrs: dict[str, Any]
+    bb: Builder, value: relax.Expr, axes: list[int], attrs: dict[str, Any]
 ) -> relax.Expr:
     """Emit 1 / sqrt(mean(value^2) + epsilon)."""
     square = bb.emit(relax.op.multiply(value, value))

@@ -162,7 +162,7 @@ def read_zero_point(zero_point: relax.Expr | None) -> relax.Expr:
     return relax.const(array.reshape(()) if array.size == 1 else array, "int32")
 
 
-def find_real(bb: relax.BlockBuilder, value: relax.Expr) -> np.ndarray | None:
+def find_real(bb: Builder, value: relax.Expr) -> np.ndarray | None:
     """Return the array of a constant, also of a dequantized one. None for any other value."""
     found = bb.lookup_binding(value) if isinstance(value, relax.Var) else None
     if not isinstance(found, Call) or call_name(found) != "relax.qnn.dequantize":
@@ -224,7 +224,7 @@ def convert_matmul_integer(bb: Builder, inputs: Operands, attrs: Attrs, opset: i
     return relax.op.subtract(bb.emit(value), bb.emit(relax.op.multiply(rows, sums)))
 
 
-def spread_columns(bb: relax.BlockBuilder, vector: relax.Expr, weight: relax.Expr) -> relax.Expr:
+def spread_columns(bb: Builder, vector: relax.Expr, weight: relax.Expr) -> relax.Expr:
     """Return a value per column of a weight, also if the size of the vector is symbolic: then it is
     the number of columns, or 1.
     """
@@ -238,7 +238,7 @@ def spread_columns(bb: relax.BlockBuilder, vector: relax.Expr, weight: relax.Exp
 
 
 def multiply_values(
-    bb: relax.BlockBuilder,
+    bb: Builder,
     data: relax.Expr,
     weight: relax.Expr,
     data_zero: relax.Expr,

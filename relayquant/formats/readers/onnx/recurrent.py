@@ -120,14 +120,14 @@ class RecurrentNode:
     """
 
     cell: Cell
-    bb: relax.BlockBuilder
+    bb: Builder
     attrs: dict[str, Any]
     hidden: int
 
     @staticmethod
     def of(
         cell: Cell,
-        bb: relax.BlockBuilder,
+        bb: Builder,
         shapes: Sequence[tuple[int | str, ...] | None],
         attrs: dict[str, Any],
     ) -> RecurrentNode:

@@ -77,7 +77,7 @@ def convert_reduction(
     return data
 
 
-def compute_real(bb: relax.BlockBuilder, function: Unary, data: relax.Expr) -> relax.Expr:
+def compute_real(bb: Builder, function: Unary, data: relax.Expr) -> relax.Expr:
     """Emit a function of real numbers. Integers become float64, and its results of these are
     rounded to zero.
     """
@@ -102,7 +102,7 @@ def convert_log_sum_exp(bb: Builder, inputs: Operands, attrs: Attrs, opset: int)
 
 
 def sum_exponentials(
-    bb: relax.BlockBuilder, data: relax.Expr, axes: list[int] | None, keepdims: bool
+    bb: Builder, data: relax.Expr, axes: list[int] | None, keepdims: bool
 ) -> relax.Expr:
     """Return log(sum(exp(x - max))) + max of floats."""
     top = bb.emit(relax.op.max(data, axes, True))

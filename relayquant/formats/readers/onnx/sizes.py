@@ -76,12 +76,12 @@ def count_sizes(value: relax.Expr) -> int:
     return int(shape[0])
 
 
-def emit_item(bb: relax.BlockBuilder, values: relax.Expr, at: int) -> relax.Expr:
+def emit_item(bb: Builder, values: relax.Expr, at: int) -> relax.Expr:
     """Emit values[at] of a vector."""
     return bb.emit(relax.op.take(values, relax.const(at, "int64"), axis=0))
 
 
-def emit_shape(bb: relax.BlockBuilder, sizes: relax.Expr, count: int) -> relax.ShapeExpr:
+def emit_shape(bb: Builder, sizes: relax.Expr, count: int) -> relax.ShapeExpr:
     """Emit symbolic sizes for an int64 tensor of shape (count,) that is computed at run time.
 
     shape = R.tensor_to_shape(sizes); R.match_cast(shape, R.Shape([size_0, size_1]))
@@ -92,7 +92,7 @@ def emit_shape(bb: relax.BlockBuilder, sizes: relax.Expr, count: int) -> relax.S
     return relax.ShapeExpr(symbols)
 
 
-def emit_sizes(bb: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
+def emit_sizes(bb: Builder, value: relax.Expr) -> relax.Expr:
     """Emit the sizes of a tensor as an int64 tensor."""
     return bb.emit(relax.op.shape_to_tensor(bb.emit(relax.op.shape_of(value))))
 
@@ -157,7 +157,7 @@ def convert_reshape(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> 
     )
 
 
-def slice_value(bb: relax.BlockBuilder, inputs: Sequence[Any]) -> Any:
+def slice_value(bb: Builder, inputs: Sequence[Any]) -> Any:
     """Convert Slice. Run-time bounds or steps become one R.take per axis, with the indices begin +
     step * (0 ... count - 1). `slice_by_sizes` handles constants and symbolic sizes.
 
@@ -219,7 +219,7 @@ def slice_value(bb: relax.BlockBuilder, inputs: Sequence[Any]) -> Any:
 
 
 def slice_by_sizes(
-    bb: relax.BlockBuilder,
+    bb: Builder,
     data: relax.Expr,
     starts: list[Any],
     ends: list[Any],
@@ -317,7 +317,7 @@ def convert_split(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> re
     return relax.Tuple(cut) if len(cut) > 1 else cut[0]
 
 
-def pad_at_run_time(bb: relax.BlockBuilder, inputs: Sequence[Any], mode: bytes) -> relax.Expr:
+def pad_at_run_time(bb: Builder, inputs: Sequence[Any], mode: bytes) -> relax.Expr:
     """Convert Pad with run-time counts to one R.take per axis, with the indices -before ... size +
     after - 1.
 
@@ -368,7 +368,7 @@ def pad_at_run_time(bb: relax.BlockBuilder, inputs: Sequence[Any], mode: bytes) 
 
 
 def fill_outside(
-    bb: relax.BlockBuilder,
+    bb: Builder,
     padded: relax.Expr,
     data: relax.Expr,
     widths: Mapping[int, tuple[int, int]],
