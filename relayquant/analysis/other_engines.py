@@ -50,11 +50,6 @@ class OtherEngine:
     recurrent: RecurrentForm
 
 
-def has_own_quantizer() -> bool:
-    """Return True: the engine includes its quantizer."""
-    return True
-
-
 #: name on the command line -> other
 OTHER_ENGINES: Mapping[str, OtherEngine] = {
     other.engine.value: other
@@ -63,7 +58,7 @@ OTHER_ENGINES: Mapping[str, OtherEngine] = {
             Engine.ONNXRUNTIME,
             import_onnxruntime,
             ("onnxruntime int8", quantize_with_onnxruntime),
-            has_own_quantizer,
+            lambda: True,  # the engine includes it
             ("onnxruntime",),
             RecurrentForm.OPERATOR,
         ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,21 +84,13 @@ def convert_bucketize(converter: Any, op: Any) -> relax.Expr:
     return relax.op.bucketize(data, relax.const(boundaries, "float32"), out_int32=True, right=True)
 
 
-def convert_arg(converter: Any, op: Any, find: Callable[..., relax.Expr]) -> relax.Expr:
+def convert_arg(find: Callable[..., relax.Expr], converter: Any, op: Any) -> relax.Expr:
     """Convert ARG_MAX and ARG_MIN, with the integer type of the result."""
     data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
     axis = int(read_constant(converter, op, 1).item())
     (result,) = converter.get_output_tensors(op)
     dtype = converter.get_tensor_type_str(result.tensor.Type())
     return relax.op.astype(converter.bb.emit(find(data, axis)), dtype)
-
-
-def convert_arg_max(converter: Any, op: Any) -> relax.Expr:
-    return convert_arg(converter, op, relax.op.argmax)
-
-
-def convert_arg_min(converter: Any, op: Any) -> relax.Expr:
-    return convert_arg(converter, op, relax.op.argmin)
 
 
 def convert_cumsum(converter: Any, op: Any) -> relax.Expr:
@@ -568,8 +561,8 @@ def refuse_random(converter: Any, op: Any) -> relax.Expr:
 
 #: Converts an operator, given the converter and the operator.
 OPERATORS: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
-    "ARG_MAX": convert_arg_max,
-    "ARG_MIN": convert_arg_min,
+    "ARG_MAX": partial(convert_arg, relax.op.argmax),
+    "ARG_MIN": partial(convert_arg, relax.op.argmin),
     "BATCH_MATMUL": convert_batch_matmul,
     "BATCH_TO_SPACE_ND": convert_batch_to_space,
     "BROADCAST_TO": convert_broadcast_to,
