@@ -1,6 +1,7 @@
-"""Relax divisions and remainders -> loop nests that are safe on every CPU; part of `table`.
+"""Relax products, divisions, remainders -> loop nests that are safe on every CPU; part of `table`.
 
-No division ends the process.
+No division ends the process. A product or quotient of floats with a constant 0 is NaN where IEEE
+754 says so.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 from tvm import relax, tirx, topi
 from tvm.ir import Call
 
-from relayquant.codegen.legalization.logical_and_bitwise import legalize_as_tvm
+from relayquant.codegen.legalization.logical_and_bitwise import legalize_as_tvm, legalize_of_truths
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 
 
@@ -25,6 +26,8 @@ def legalize_division(builder: relax.BlockBuilder, call: Call) -> Any:
     is_float, divisor = "float" in dtype, constant_value(call.args[1])  # bfloat16, too
     if name == "relax.divide" and is_float and divisor is not None and not divisor.any():
         return divide_by_zero(builder, call, divisor)
+    if name == "relax.divide" and is_zero(call.args[0]):
+        return builder.call_te(topi.divide, *call.args, primfunc_name_hint="divide")
     kept = is_float and name in ("relax.divide", "relax.mod")
     if kept or dtype == "bool" or (not is_float and is_harmless(divisor)):
         return legalize_as_tvm(builder, call)
@@ -42,6 +45,21 @@ def divide_by_zero(builder: relax.BlockBuilder, call: Call, divisor: np.ndarray[
     """Legalize a / 0 as a * infinity. TVM does not compile a division by a constant 0."""
     factor = relax.const(np.copysign(np.inf, divisor).astype(divisor.dtype))
     return builder.call_te(topi.multiply, call.args[0], factor, primfunc_name_hint="divide")
+
+
+def legalize_product(builder: relax.BlockBuilder, call: Call) -> Any:
+    """Legalize a * b. TVM would take x * 0 as 0, although it is NaN if x is NaN or infinite. So a
+    constant 0 is an operand of the loop nest.
+    """
+    if any(map(is_zero, call.args)):
+        return builder.call_te(topi.multiply, *call.args, primfunc_name_hint="multiply")
+    return legalize_of_truths(builder, call)
+
+
+def is_zero(operand: relax.Expr) -> bool:
+    """Whether an operand is the number 0 of a float type, which TVM writes into its loop nest."""
+    value = constant_value(operand)
+    return value is not None and value.dtype.kind == "f" and value.shape == () and value == 0
 
 
 def is_harmless(divisor: np.ndarray[Any, Any] | None) -> bool:
@@ -132,4 +150,7 @@ DIVISIONS: dict[str, Callable[..., Any]] = {
 REMAINDERS = ("relax.floor_mod", "relax.mod")
 
 #: Legalizations for `relax.transform.LegalizeOps`.
-DIVISION_LEGALIZATIONS = dict.fromkeys(DIVISIONS, legalize_division)
+DIVISION_LEGALIZATIONS = {
+    **dict.fromkeys(DIVISIONS, legalize_division),
+    "relax.multiply": legalize_product,
+}

@@ -15,6 +15,7 @@ from tvm.ir import Call
 from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.permutation import Permutation, make_permutation
+from relayquant.codegen.legalization.bounds import ASKED, BOUNDS
 from relayquant.codegen.legalization.divisions import DIVISION_LEGALIZATIONS
 from relayquant.codegen.legalization.indexing import INDEXING_LEGALIZATIONS
 from relayquant.codegen.legalization.logical_and_bitwise import BITS, legalize_as_tvm
@@ -38,9 +39,13 @@ def legalize_as_declared(builder: relax.BlockBuilder, call: Call) -> Any:
 
 def legalize_sign(builder: relax.BlockBuilder, call: Call) -> Any:
     """Legalize sign(x) or -x. TVM compares unsigned integers with -1, or multiplies by it: their
-    sign is 0 or 1, and -x wraps around.
+    sign is 0 or 1, and -x wraps around. The sign of NaN is NaN.
     """
     (data,) = call.args
+    if call_name(call) == "relax.sign" and tensor_dtype(data) in ASKED:
+        return builder.call_te(
+            lambda x: topi.where(topi.isnan(x), x, topi.sign(x)), data, primfunc_name_hint="sign"
+        )
     if not tensor_dtype(data).startswith("uint"):
         return legalize_as_tvm(builder, call)
 
@@ -192,6 +197,7 @@ LEGALIZATIONS = {
     "relax.astype": legalize_astype,
     "relax.power": legalize_power,
     **BITS,
+    **BOUNDS,
     **DIVISION_LEGALIZATIONS,
     **REDUCTION_LEGALIZATIONS,
     **dict.fromkeys(AVERAGES, legalize_as_declared),

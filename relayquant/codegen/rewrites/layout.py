@@ -56,12 +56,22 @@ def convert_layout(mod: IRModule) -> IRModule:
         # In numpy: FoldConstant would compile a kernel for each weight, which takes as long as
         # compiling all of the module. Most modules hold no other constants to fold.
         mod = apply_rules(mod, [TRANSPOSE_OF_CONSTANT])
-    if not any(op_name(binding.value) in UNFOLDED for binding in bindings) and has_constants(mod):
+    if not any(map(is_unfolded, (binding.value for binding in bindings))) and has_constants(mod):
         mod = relax.transform.FoldConstant()(mod)
     mod = canonicalize_bindings(mod)
     if not is_one_block(mod):
         return mod
     return tidy_module(apply_rules(mod, TRANSPOSE_RULES))
+
+
+def is_unfolded(value: relax.Expr) -> bool:
+    """Whether FoldConstant does not support a module with this value. It makes a loop nest of a
+    division by a constant 0, which TVM refuses. `divide_by_zero` makes its own.
+    """
+    if op_name(value) != "relax.divide" or not isinstance(value, Call):
+        return op_name(value) in UNFOLDED
+    divisor = constant_value(value.args[1])
+    return divisor is not None and not divisor.any()
 
 
 def has_constants(mod: IRModule) -> bool:

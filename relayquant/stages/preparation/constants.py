@@ -66,9 +66,9 @@ def fold_constants(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     elif name == "relax.permute_dims":
         axes = call.attrs.axes
         result = np.transpose(arrays[0], None if axes is None else [int(axis) for axis in axes])
-    elif name in NUMPY:
+    elif name in NUMPY or (name == "relax.divide" and arrays[0].dtype.kind == "f"):
         with np.errstate(all="ignore"):
-            result = NUMPY[name](*arrays)
+            result = NUMPY.get(name, np.divide)(*arrays)
     elif name == "relax.astype" and (arrays[0].dtype.kind in "bui" or dtype.startswith("float")):
         # FoldConstant leaves scalars. A float that no integer can represent is left to the target.
         with np.errstate(all="ignore"):

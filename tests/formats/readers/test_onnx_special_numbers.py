@@ -14,6 +14,7 @@ import tvm
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx_node_cases import TARGET
+from onnx_runtime import run_onnxruntime
 from tvm import relax
 
 import relayquant as rq
@@ -164,3 +165,47 @@ def test_bfloat16__as_the_reference_evaluator(op, attributes, constants):
     found = machine["main"](tvm.runtime.tensor(data)).numpy()
     (wanted,) = ReferenceEvaluator(model).run(None, {"x": data})
     np.testing.assert_array_equal(found.astype("float64"), wanted.astype("float64"))
+
+
+#: (operator, attributes, constants after the data)
+BOUNDS = (
+    ("Relu", {}, ()),
+    ("LeakyRelu", {}, ()),
+    ("PRelu", {}, (0.1,)),
+    ("HardSigmoid", {}, ()),
+    ("HardSwish", {}, ()),
+    ("Elu", {}, ()),
+    ("Celu", {}, ()),
+    ("Selu", {}, ()),
+    ("Sign", {}, ()),
+    ("Clip", {}, (-1.0, 1.0)),
+    ("Clip", {}, (0.0, 6.0)),
+    ("Max", {}, (0.5,)),
+    ("Min", {}, (0.5,)),
+    ("Max", {}, ()),
+    ("Min", {}, ()),
+)
+
+
+@pytest.mark.parametrize("at", range(len(BOUNDS)))
+def test_bounds__keep_nan_as_onnx_runtime(at):
+    op, attributes, numbers = BOUNDS[at]
+    x = np.float32([1, -2, np.nan, 0.5, -0.25, np.inf, 7, np.nan])
+    data = {"x": x} if numbers or op not in ("Max", "Min") else {"x": x, "z": x[::-1].copy()}
+    constants = [numpy_helper.from_array(np.float32(c), f"c{k}") for k, c in enumerate(numbers)]
+    names = [*data, *(tensor.name for tensor in constants)]
+    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, x.shape) for name in data]
+    graph = helper.make_graph(
+        [helper.make_node(op, names, ["y"], **attributes)],
+        "bounds",
+        infos,
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, x.shape)],
+        constants,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    (want,) = run_onnxruntime(model, data, rewrites=False)
+    mod, _ = rq.load(model)
+    machine = relax.VirtualMachine(rq.compile(mod, TARGET), tvm.cpu())
+    given = [tvm.runtime.tensor(array) for array in data.values()]
+    for found in (machine["main"](*given).numpy(), rq.reference.run(mod, data)[0]):
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)

@@ -64,6 +64,7 @@ CASES = {
     "less": lambda x, v: x < v,
     "maximum": lambda x, v: torch.maximum(x, torch.tensor(v)),
     "remainder": torch.remainder,
+    "nan_to_num of a quotient": lambda x, v: torch.nan_to_num(x / 0, 1.0) + v,
     "nan_to_num": lambda x, v: torch.nan_to_num(x, v, v, v),
     "threshold": lambda x, v: functional.threshold(x, 1.0, v),
     "leaky_relu": functional.leaky_relu,
@@ -79,6 +80,7 @@ NUMBERS = [math.inf, -math.inf, math.nan]
 X = np.asarray([[1, -2, 3, 2.5], [0.5, -0.25, -7, 4]], "float32")
 #: those that are checked each time, compiled too; the rest of the table is slow
 QUICK = {("full", 1), ("full_like", 2), ("masked_fill", 1), ("clamp", 1), ("clamp", 2), ("pad", 1)}
+QUICK |= {("nan_to_num of a quotient", 2)}
 
 
 def export(function, number):

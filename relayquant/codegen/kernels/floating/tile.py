@@ -146,13 +146,13 @@ class FloatEpilogue:
         return self.columns[0] if self.columns else 0
 
     def finish(self, value: Expr, residual: Expr | None, lanes: int) -> Expr:
-        """Finish the sum `value`. A clip may replace NaN by a bound."""
+        """Finish the sum `value`. A clip keeps NaN: TVM's max(a, b) is b if one is NaN."""
         if residual is not None:
             value = value + residual
         if self.low is not None:
-            value = T.max(value, broadcast(T.float32(self.low), lanes))
+            value = T.max(broadcast(T.float32(self.low), lanes), value)
         if self.high is not None:
-            value = T.min(value, broadcast(T.float32(self.high), lanes))
+            value = T.min(broadcast(T.float32(self.high), lanes), value)
         return value if self.curve is None else self.curve.apply(value, lanes)
 
 
