@@ -200,9 +200,9 @@ def guard_module(
 def rebuild(
     calibrated: PreparedModel, changes: Changes, dataset: Any, settings: QuantizeSettings
 ) -> tuple[PreparedModel, tvm.IRModule]:
-    """(calibrated model, integer module) with other QConfigs; see `change_operators`."""
+    """As `change_operators`, with the integer module, the only form of it that is checked."""
     changed = change_operators(calibrated, changes, recalibrate(dataset, settings))
-    return changed, lower_prepared(changed)
+    return changed, lower_module(build_reference(changed), changed.backend)
 
 
 def recalibrate(dataset: Any, settings: QuantizeSettings) -> Callable[..., PreparedModel]:

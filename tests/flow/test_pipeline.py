@@ -20,6 +20,8 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.base.runtime import Executor
+from relayquant.flow import pipeline
+from relayquant.flow.settings import QuantizeSettings
 from relayquant.flow.testing.check import observe_parameters
 from relayquant.ir.dialect.legality import Stage, check_stage
 from relayquant.ir.rewrite import Graph
@@ -449,3 +451,17 @@ def test_quantize__small_data_is_calibrated_with_whole():
         rq.quantize(mod, None, draw_batches(mod, count), observer=note, callbacks=())
     assert seen[0] == 23 * 4
     assert seen[-1] == 58 * 4
+
+
+@pytest.mark.slow
+def test_rebuild__checks_the_integer_module_once(monkeypatch):
+    """A guard builds a dozen modules; each check infers all types anew."""
+    data = draw_batches(mod := two_inputs_model(), 4)
+    prepared = rq.calibrate(rq.prepare(mod, None), data)
+    name = prepared.plan.operators[0].name
+    seen: list[Stage] = []
+    monkeypatch.setattr(pipeline, "check_stage", lambda _, stage, **__: seen.append(stage))
+    changed, module = pipeline.rebuild(prepared, {name: None}, data, QuantizeSettings())
+    assert seen == [Stage.QNN]
+    assert not rq.ledger(module).row(name).quantized
+    tvm.ir.assert_structural_equal(module, pipeline.lower_prepared(changed))
