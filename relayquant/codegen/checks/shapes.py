@@ -58,6 +58,8 @@ def find_shape_checks(mod: tvm.IRModule) -> Mapping[Place, Sequence[ShapeCheck]]
     found: dict[Place, list[ShapeCheck]] = {}
     for gv, func in mod.functions_items():
         if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
+            if bounded := find_bounds(func):
+                found[(gv.name_hint,)] = bounded
             analyzer = assume_sizes(list_input_sizes(func))
             known = {size: size for param in func.params for size in list_sizes(param.ty)}
             for place, binding in list_places((gv.name_hint,), func.body):
@@ -65,6 +67,25 @@ def find_shape_checks(mod: tvm.IRModule) -> Mapping[Place, Sequence[ShapeCheck]]
                 if check is not None:
                     found.setdefault(place, []).append(check)
     return found
+
+
+def find_bounds(func: relax.Function) -> list[ShapeCheck]:
+    """Find the largest sizes of inputs that a function declares, such as the `max` of PyTorch's
+    `Dim`. TVM plans memory for these.
+    """
+    bounds = (func.attrs or {}).get("tir_var_upper_bound") or {}
+    return [
+        ShapeCheck(
+            param.name,
+            f"{param.name!r}, which has at most {bounds[size.name]} along axis {axis}",
+            tirx.LE(size, tirx.const(int(bounds[size.name]), "int64")),
+            (size,),
+        )
+        for param in func.params
+        if isinstance(param.ty, relax.TensorType)
+        for axis, size in enumerate(list_dimensions(param.ty))
+        if isinstance(size, tirx.Var) and size.name in bounds
+    ]
 
 
 def list_places(place: Place, body: relax.SeqExpr) -> Iterator[tuple[Place, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm
 from tvm import relax, tirx
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -29,6 +30,19 @@ def make_reshape(shape, target, *, has_kernel: bool):
             y = builder.emit_output(relax.op.reshape(data, read(target)), "y")
         builder.emit_func_output(y)
     return builder.get()
+
+
+def test_largest_size__that_a_function_declares_is_kept():
+    """TVM plans memory for it: of more rows it would end the run with a failure of its own."""
+    mod = make_reshape(("n", "m"), ("n", "m"), has_kernel=True)
+    mod = tvm.IRModule({"main": mod["main"].with_attr("tir_var_upper_bound", {"n": 16})})
+    executor = rq.Executor(rq.compile(mod))
+    for sizes in ((0, 3), (1, 40), (16, 40)):
+        x = np.ones(sizes, "float32")
+        np.testing.assert_allclose(executor.run("main", [x])[0], np.exp(x), 1e-6)
+    for rows in (17, 4000):
+        with pytest.raises(ValueError, match=r"inputs of 'main': .*'x', which has at most 16"):
+            executor.run("main", [np.ones((rows, 2), "float32")])
 
 
 CASES = {

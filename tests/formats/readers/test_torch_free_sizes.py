@@ -202,6 +202,15 @@ def test_slice__reads_nothing_behind_a_size_below_the_export_s_limit(function):
         executor.run("main", [np.ones((2, 3), "float32")])
 
 
+def test_dim__a_size_above_its_max_is_refused():
+    """As PyTorch's program does."""
+    executor = rq.Executor(rq.compile(export_along(lambda x: x.softmax(-1) + 1, 9, max=16)))
+    x = draw(2, 16)
+    np.testing.assert_allclose(executor.run("main", [x.numpy()])[0], x.softmax(-1) + 1, 1e-6)
+    with pytest.raises(ValueError, match=r"'x', which has at most 16 along axis 1"):
+        executor.run("main", [np.ones((2, 17), "float32")])
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("example", [9, 15])
 @pytest.mark.parametrize(
