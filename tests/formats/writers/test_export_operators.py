@@ -338,7 +338,17 @@ def test_resize__to_sizes_of_the_input(method, tmp_path):
         np.testing.assert_allclose(run_onnxruntime(path, {"x": x})[0], expected, 1e-4, 1e-5)
 
 
-@pytest.mark.parametrize("name", AS_REFERENCE)
+#: Compiled for the reference for seconds each.
+LONG = tuple(f"grid_sample_{method}_reflection" for method in ("bilinear", "bicubic"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name.startswith(LONG) else [])
+        for name in AS_REFERENCE
+    ],
+)
 def test_operator__as_the_reference_computes_it(name, tmp_path):
     shape, make = AS_REFERENCE[name]
     mod = build_model(lambda emit, x: emit("y", make(x)), shape)
