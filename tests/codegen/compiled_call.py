@@ -20,8 +20,8 @@ def build_reduction(name, shape, dtype, **options):
     return builder.finalize()
 
 
-def run_compiled(compute, *arrays):
-    """What `compute`, of an operand for each array, gives compiled, and in the reference."""
+def build_call(compute, *arrays):
+    """The module of `compute`, of an operand for each array."""
     operands = [
         relax.Var(f"x{k}", relax.TensorType(array.shape, str(array.dtype)))
         for k, array in enumerate(arrays)
@@ -31,7 +31,12 @@ def run_compiled(compute, *arrays):
         with builder.dataflow():
             result = builder.emit_output(builder.normalize(compute(*operands)))
         builder.emit_func_output(result)
-    mod = builder.finalize()
+    return builder.finalize()
+
+
+def run_compiled(compute, *arrays):
+    """What `compute` gives compiled, and in the reference."""
+    mod = build_call(compute, *arrays)
     machine = relax.VirtualMachine(rq.compile(mod), tvm.cpu())
     compiled = machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
     (found,) = rq.reference.run(mod, list(arrays))

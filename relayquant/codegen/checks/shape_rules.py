@@ -352,6 +352,7 @@ RULES = {
         for kind in ("avg", "max")
         for rank in (1, 2, 3)
     },
+    "relax.qnn.avg_pool2d": ShapeRule(have_windows, describe_change),
     "relax.qnn.dense": ShapeRule(match_rows, describe_product),
     "relax.qnn.batch_matmul": ShapeRule(match_rows, describe_product),
     "relax.einsum": ShapeRule(match_letters, describe_operands),

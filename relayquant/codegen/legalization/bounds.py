@@ -7,6 +7,7 @@ first: max(0, x) costs as much as max(x, 0), and keeps a NaN in x.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from tvm.ir import Call
 from relayquant.codegen.legalization.logical_and_bitwise import legalize_as_tvm, legalize_of_truths
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 
-#: Types that LLVM can ask whether a number is NaN.
+#: Types that LLVM can ask whether a number is NaN, and those of its operators that keep NaN.
 ASKED = ("float32", "float64")
+COMPARED = ("float16", *ASKED)
 
 
 def legalize_relu(builder: relax.BlockBuilder, call: Call) -> Any:
@@ -34,28 +36,40 @@ def legalize_relu(builder: relax.BlockBuilder, call: Call) -> Any:
 
 
 def legalize_clip(builder: relax.BlockBuilder, call: Call) -> Any:
-    """Legalize clip(x, low, high) of floats as max(low, min(high, x)). A bound of NaN is left to
-    TVM.
+    """Legalize clip(x, low, high) of floats as min(high, max(low, x)). A bound of NaN or of a
+    symbolic size is left to TVM.
     """
     data, *bounds = call.args
-    limits = [float(getattr(bound, "value", bound)) for bound in bounds]
-    if "float" not in tensor_dtype(data) or any(np.isnan(limits)):
+    dtype = tensor_dtype(data)
+    limits = [read_limit(bound, dtype) for bound in bounds] if "float" in dtype else [None]
+    if None in limits:
         return legalize_as_tvm(builder, call)
 
     def compute(x: Any) -> Any:
-        low, high = (tirx.const(limit, x.dtype) for limit in limits)
+        low, high = (tirx.const(limit, dtype) for limit in limits)
 
         def bound(*at: Any) -> Any:
-            return tirx.max(low, tirx.min(high, x(*at)))
+            return tirx.min(high, tirx.max(low, x(*at)))
 
         return te.compute(x.shape, bound, tag=topi.tag.ELEMWISE)
 
     return builder.call_te(compute, data, primfunc_name_hint="tir_clip")
 
 
+def read_limit(bound: Any, dtype: str) -> float | None:
+    """Return a bound of a clip, infinite if it is beyond a dtype. None: no number, or NaN."""
+    number = getattr(bound, "value", bound)
+    if isinstance(number, tirx.FloatImm | tirx.IntImm):
+        number = number.value
+    if not isinstance(number, int | float) or math.isnan(number):
+        return None
+    most = float(tirx.max_value(dtype).value)
+    return float(number) if abs(number) <= most else math.copysign(math.inf, number)
+
+
 def legalize_extreme(builder: relax.BlockBuilder, call: Call) -> Any:
-    """Legalize maximum or minimum of floats: a constant comes first, and of two values the first is
-    asked whether it is NaN.
+    """Legalize maximum or minimum of floats: a constant comes first, and two values are compared by
+    LLVM's operator that keeps NaN of both, and is vectorized.
     """
     left, right = call.args
     name, dtype = call_name(call)[6:], tensor_dtype(left)
@@ -66,13 +80,27 @@ def legalize_extreme(builder: relax.BlockBuilder, call: Call) -> Any:
     if array is not None and not np.isnan(array.astype("float64")).any():
         bound = tirx.const(array.item(), dtype) if array.shape == () else right
         return builder.call_te(choose, bound, left, primfunc_name_hint=name)
-    if constant_value(left) is not None or dtype not in ASKED:
+    if dtype not in COMPARED or is_number(left) or is_number(right):
         return legalize_as_tvm(builder, call)
 
     def compute(a: Any, b: Any) -> Any:
-        return topi.where(topi.isnan(a), a, choose(a, b))
+        shape = choose(a, b).shape
+        a, b = (
+            x if len(x.shape) == len(shape) == 0 else topi.broadcast_to(x, shape) for x in (a, b)
+        )
+
+        def compare(*at: Any) -> Any:
+            return tirx.call_llvm_pure_intrin(dtype, f"llvm.{name}", a(*at), b(*at))
+
+        return te.compute(shape, compare, tag=topi.tag.ELEMWISE)
 
     return builder.call_te(compute, left, right, primfunc_name_hint=name)
+
+
+def is_number(operand: relax.Expr) -> bool:
+    """Whether an operand is a constant scalar, which TVM writes into its loop nest."""
+    value = constant_value(operand)
+    return value is not None and value.shape == ()
 
 
 #: Legalizations for `relax.transform.LegalizeOps`.

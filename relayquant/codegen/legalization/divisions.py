@@ -59,7 +59,7 @@ def legalize_product(builder: relax.BlockBuilder, call: Call) -> Any:
 def is_zero(operand: relax.Expr) -> bool:
     """Whether an operand is the number 0 of a float type, which TVM writes into its loop nest."""
     value = constant_value(operand)
-    return value is not None and value.dtype.kind == "f" and value.shape == () and value == 0
+    return value is not None and "float" in value.dtype.name and value.shape == () and value == 0
 
 
 def is_harmless(divisor: np.ndarray[Any, Any] | None) -> bool:

@@ -142,7 +142,7 @@ UNARY: tuple[Unary, ...] = (
     Unary("mish", lambda x: x * np.tanh(softplus(x))),
     # part of a table only inside a chain: a single one is merged into the operator before it
     Unary(
-        "relu", lambda x: np.maximum(x, x.dtype.type(0)), "nn.relu", "Relu", "nn.relu",
+        "relu", lambda x: np.maximum(x.dtype.type(0), x), "nn.relu", "Relu", "nn.relu",
         is_table=False,
     ),
     # infinite or undefined for usual inputs, or not used in networks

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+import ml_dtypes
 import numpy as np
 import pytest
-from compiled_call import check_exactly, run_compiled
-from tvm import relax
+from compiled_call import build_call, check_exactly, run_compiled
+from tvm import relax, tirx
+
+import relayquant as rq
 
 NAN, INF = np.nan, np.inf
 DATA = np.float32([1, -2, NAN, INF, -INF, 0.5, -0.25, 7] * 3)
@@ -21,6 +26,11 @@ BOUNDS = {
     "relu": (relax.op.nn.relu, lambda x: np.maximum(x, 0)),
     "clip": (lambda x: relax.op.clip(x, -1, 1), lambda x: np.clip(x, -1, 1)),
     "clip below": (lambda x: relax.op.clip(x, 0, INF), lambda x: np.clip(x, 0, INF)),
+    "clip of bounds that cross": (lambda x: relax.op.clip(x, 2, 1), lambda x: np.clip(x, 2, 1)),
+    "a leaky bound": (
+        lambda x: relax.op.maximum(x, relax.op.multiply(x, const(0.1))),
+        lambda x: np.maximum(x, x * np.float32(0.1)),
+    ),
     "maximum": (lambda x: relax.op.maximum(x, const(0.25)), lambda x: np.maximum(x, 0.25)),
     "minimum": (lambda x: relax.op.minimum(x, const(0.25)), lambda x: np.minimum(x, 0.25)),
     "maximum of a number": (
@@ -56,6 +66,14 @@ BOUNDS = {
 }  # fmt: skip
 
 
+def test_products_with_0__of_bfloat16():
+    x, zero = DATA.astype(ml_dtypes.bfloat16), np.zeros((), ml_dtypes.bfloat16)
+    number = relax.const(zero, "bfloat16")
+    with np.errstate(all="ignore"):
+        check_exactly(lambda x: relax.op.multiply(x, number), x * zero, x)
+        check_exactly(lambda x: relax.op.divide(number, x), zero / x, x)
+
+
 @pytest.mark.parametrize("name", BOUNDS)
 def test_bounds__of_one_value(name):
     compute, expected = BOUNDS[name]
@@ -63,10 +81,29 @@ def test_bounds__of_one_value(name):
         check_exactly(compute, np.float32(expected(DATA)), DATA)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
 @pytest.mark.parametrize("name", ["maximum", "minimum"])
-def test_bounds__of_two_values(name):
-    check_exactly(getattr(relax.op, name), getattr(np, name)(DATA, OTHER), DATA, OTHER)
-    check_exactly(getattr(relax.op, name), getattr(np, name)(OTHER, DATA), OTHER, DATA)
+def test_bounds__of_two_values(name, dtype):
+    x, y = DATA.astype(dtype), OTHER.astype(dtype)
+    check_exactly(getattr(relax.op, name), getattr(np, name)(x, y), x, y)
+    check_exactly(getattr(relax.op, name), getattr(np, name)(y, x), y, x)
+    column = x[:8, None]
+    check_exactly(getattr(relax.op, name), getattr(np, name)(column, y), column, y)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("name", ["maximum", "minimum"])
+def test_bounds__of_two_values_are_vectors(name):
+    """As before they kept NaN: a question for each number took three times as long."""
+
+    def compute(x):
+        return getattr(relax.op, name)(x, relax.op.multiply(x, const(0.1)))
+
+    mod = build_call(compute, np.zeros((4, 4096), "float32"))
+    library = rq.compile(mod, target="llvm -mcpu=znver4").mod
+    (text,) = (each.inspect_source("asm") for each in library.imports)
+    assert re.search(rf"\tv{name[:3]}ps\t.*zmm", text)
+    assert not re.search(rf"\tv{name[:3]}ss\t", text)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
@@ -74,6 +111,27 @@ def test_bounds__of_other_floats(dtype):
     x = DATA.astype(dtype)
     check_exactly(relax.op.nn.relu, np.maximum(x, np.zeros((), dtype)), x)
     check_exactly(lambda x: relax.op.clip(x, -1, 1), np.clip(x, -1, 1).astype(dtype), x)
+    most = float(np.finfo("float32").max)  # float16 has no such number
+    want = np.clip(x.astype("float64"), 0, most if dtype == "float64" else INF).astype(dtype)
+    check_exactly(lambda x: relax.op.clip(x, 0, most), want, x)
+
+
+def test_bounds__that_a_size_gives():
+    x = relax.Var("x", relax.TensorType((size := tirx.Var("n", "int64"),), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            y = builder.emit_output(relax.op.clip(x, tirx.Cast("float32", size), np.inf))
+        builder.emit_func_output(y)
+    (got,) = rq.Executor(rq.compile(builder.finalize())).run("main", [np.float32([1, 5, 2])])
+    np.testing.assert_array_equal(got, [3, 5, 3])
+
+
+def test_bounds__keep_the_sign_of_0():
+    """As PyTorch and ONNX Runtime do, compiled and in the reference."""
+    x = np.float32([-0.0, 0.0, -1.0] * 8)
+    for found in run_compiled(relax.op.nn.relu, x):
+        np.testing.assert_array_equal(np.signbit(found), [True, False, False] * 8)
 
 
 @pytest.mark.parametrize("width", [3, 16])

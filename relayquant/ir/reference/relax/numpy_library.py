@@ -122,7 +122,8 @@ class Numpy:
         if data.dtype.kind in "iu":
             info = np.iinfo(data.dtype)
             low, high = (int(min(max(limit, info.min), info.max)) for limit in (low, high))
-        return np.minimum(np.maximum(data, data.dtype.type(low)), data.dtype.type(high))
+        # of two zeros numpy takes the second: the data keep their sign, as in compiled code
+        return np.minimum(data.dtype.type(high), np.maximum(data.dtype.type(low), data))
 
     @staticmethod
     def leaky_relu(args: list[Any], attrs: Any) -> Array:
