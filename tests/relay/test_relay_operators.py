@@ -185,3 +185,20 @@ def test_pool__a_window_that_begins_behind_the_data(kind):
         run_text(text, x=x)
     (got,) = run_text(text.replace("0, 1, 0, 1", "0, 1, 0, 0"), x=x)
     assert got.shape == (1, 2, 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("call", "weight"),
+    [
+        ("nn.conv2d_transpose(%x, %w, channels=3, kernel_size=[3, 3])", "(4, ?, 3, 3)"),
+        ("nn.conv2d(%x, %w, channels=3, kernel_size=[3, 3])", "(?, 4, 3, 3)"),
+    ],
+)
+def test_channels__that_only_the_run_knows_are_read(call, weight):
+    """A symbolic size of the weight may be the attribute's."""
+    text = f"""#[version = "0.0.5"]
+def @main(%x: Tensor[(2, 4, 5, 5), float32], %w: Tensor[{weight}, float32]) {{
+  {call}
+}}
+"""
+    assert rq.relay.from_text(text)["main"].ret_ty.ndim == 4

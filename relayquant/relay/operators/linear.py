@@ -140,8 +140,8 @@ def check_channels(site: Site, weight: relax.Expr, layout: str, groups: int = 1)
     shape = site.dims(weight)
     channels, kernel = site.attrs["channels"], site.attrs["kernel_size"]
     found = shape[layout.index("O")]
-    found = found * groups if isinstance(found, int) else found
-    if channels is not None and found != channels:
+    found = found * groups if isinstance(found, int) else None  # a symbolic size may be right
+    if channels is not None and found is not None and found != channels:
         raise ModelError(
             f"attribute channels is {channels}, but the weight has "
             f"{format_count(found, 'output channel')}.",

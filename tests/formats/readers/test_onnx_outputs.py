@@ -178,3 +178,55 @@ def test_named_outputs__every_operator_that_has_several():
     assert foreign & {*FOREIGN[MICROSOFT]} - tested == {
         "DynamicQuantizeLSTM", "QAttention", "QEmbedLayerNormalization",
     }  # fmt: skip
+
+
+IMAGE = (2, 3, 4, 4)
+
+
+def build_unread(op, operands, outputs, *, opset=17, domain="", read=1, shape=IMAGE, **attrs):
+    """The model of a node whose outputs after the first `read` have names, and nobody reads."""
+    names = [f"y{number}" for number in range(outputs)]
+    constants = [
+        numpy_helper.from_array(value, f"c{at}")
+        for at, value in enumerate(operands)
+        if isinstance(value, np.ndarray)
+    ]
+    given = [f"c{at}" if isinstance(each, np.ndarray) else each for at, each in enumerate(operands)]
+    node = helper.make_node(op, given, names, domain=domain, **attrs)
+    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, shape)
+    results = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in names[:read]
+    ]
+    graph = helper.make_graph([node], "g", [x], results, constants)
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid(MICROSOFT, 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "outputs", "settings"),
+    [
+        ("MaxPool", ["x"], 2, {"kernel_shape": [2, 2]}),
+        ("Dropout", ["x"], 2, {}),
+        ("LayerNormalization", ["x", draw(4)], 3, {}),
+        (
+            "SkipSimplifiedLayerNormalization",
+            ["x", "x", draw(4)],
+            3,
+            {"shape": (2, 3, 4), "domain": MICROSOFT, "epsilon": 1e-5},
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_outputs__that_have_names_and_nobody_reads_are_left_out(op, operands, outputs, settings):
+    model = build_unread(op, operands, outputs, **settings)
+    x = draw(*settings.get("shape", IMAGE))
+    (want,) = run_onnxruntime(model, {"x": x})
+    mod, _ = rq.load(model)
+    np.testing.assert_allclose(rq.reference.run(mod, [x])[0], want, rtol=1e-5, atol=1e-5)
+
+
+def test_outputs__that_are_read_and_not_computed_are_refused():
+    model = build_unread("MaxPool", ["x"], 2, kernel_shape=[2, 2], read=2)
+    model.graph.output[1].type.tensor_type.elem_type = onnx.TensorProto.INT64
+    with pytest.raises(ModelError, match="output"):
+        rq.load(model)

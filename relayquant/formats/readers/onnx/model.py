@@ -50,7 +50,12 @@ from relayquant.formats.readers.onnx.inference import (
 )
 from relayquant.formats.readers.onnx.inputs import Inputs, fix_inputs
 from relayquant.formats.readers.onnx.operators import OPERATORS
-from relayquant.formats.readers.onnx.outputs import check_outputs, drop_unnamed
+from relayquant.formats.readers.onnx.outputs import (
+    check_outputs,
+    drop_unnamed,
+    drop_unread,
+    list_read,
+)
 from relayquant.formats.readers.onnx.positions import check_positions
 from relayquant.formats.readers.onnx.rewrite import WIDENED, name_node, rewrite_integer_nodes
 from relayquant.formats.readers.onnx.symbolic import emit_tensor, find_tensors, fold_sizes, is_sizes
@@ -168,6 +173,7 @@ class _Importer(FRONTEND.ONNXGraphImporter):
         self._graph = graph
         self._count = self._depth = 0
         self._is_in_body = False
+        self._read = {*list_read(graph.node), *(info.name for info in graph.output)}
         self._node = onnx.NodeProto()  # the node that is being converted
         # A value in a body may get the name of an output of its If, but no other name that is
         # taken.
@@ -258,6 +264,8 @@ class _Importer(FRONTEND.ONNXGraphImporter):
             values = flow(self.bb, inputs, self._parse_attr(node.attribute), build)
         else:
             schema = find_schema(node, self.opset)
+            if not self._is_in_body:
+                node = drop_unread(node, schema, self._read, self.opset)
             is_onnx = node.domain in STANDARD and find_foreign(node) is None
             if is_onnx and node.op_type != "Constant":
                 check_node(node, self.opset)

@@ -1,8 +1,8 @@
-"""ONNX reader: outputs of a node that a model leaves out, or that a conversion does not compute."""
+"""ONNX reader: outputs of a node that nothing reads, or that a conversion does not compute."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 import onnx
 from onnx.defs import OpSchema
@@ -12,6 +12,42 @@ from relayquant.formats.readers.refusal import Refusal
 
 #: Stands in the tuple that a conversion returns for an output that it does not compute.
 NOT_COMPUTED = relax.Tuple([])
+
+
+#: First opset in which outputs of BatchNormalization that have names do not mean training.
+INFERS_BY_ATTRIBUTE = 14
+
+
+def list_read(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
+    """List the values that nodes read, and graphs within them. These also read their outputs."""
+    for node in nodes:
+        yield from node.input
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                yield from list_read(graph.node)
+                yield from (info.name for info in graph.output)
+
+
+def drop_unread(
+    node: onnx.NodeProto, schema: OpSchema | None, read: Container[str], opset: int
+) -> onnx.NodeProto:
+    """Return the node with "" as the name of optional outputs that nothing reads."""
+    if node.op_type == "BatchNormalization" and opset < INFERS_BY_ATTRIBUTE:
+        return node
+    optional = OpSchema.FormalParameterOption.Optional
+    unread = [
+        number
+        for number, name in enumerate(node.output)
+        if number and name and name not in read
+        if schema is None or schema.outputs[min(number, len(schema.outputs) - 1)].option == optional
+    ]
+    if not unread:
+        return node
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    for number in unread:
+        copy.output[number] = ""
+    return copy
 
 
 def drop_unnamed(node: onnx.NodeProto, schema: OpSchema | None) -> onnx.NodeProto:
