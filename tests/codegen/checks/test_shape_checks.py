@@ -33,7 +33,7 @@ def make_reshape(shape, target, *, has_kernel: bool):
 
 
 def test_largest_size__that_a_function_declares_is_kept():
-    """TVM plans memory for it: of more rows it would end the run with a failure of its own."""
+    """TVM plans memory for this size. With more rows, the run would end in an error of TVM."""
     mod = make_reshape(("n", "m"), ("n", "m"), has_kernel=True)
     mod = tvm.IRModule({"main": mod["main"].with_attr("tir_var_upper_bound", {"n": 16})})
     executor = rq.Executor(rq.compile(mod))
@@ -434,6 +434,12 @@ OPERATORS = {
 #: Those that have an integer form, which has its own sizes.
 QUANTIZED = {
     **{name: OPERATORS[name] for name in ("conv2d", "conv2d in groups, channels last")},
+    "avg_pool2d of less than its window": (
+        [(1, 3, "n", "m")],
+        lambda x: op.nn.avg_pool2d(op.nn.conv2d(x, relax.const(WEIGHT)), (3, 3)),
+        [(1, 3, 5, 5)],
+        [[(1, 3, 4, 5)], [(1, 3, 5, 3)]],
+    ),
     "dense": (
         [(2, "n")],
         lambda x: op.matmul(x, relax.const(WEIGHT[0, 0])),
