@@ -15,10 +15,12 @@ from tvm import relax, te, tirx, topi
 from tvm.ir import Call
 
 from relayquant.codegen.legalization.logical_and_bitwise import legalize_as_tvm, legalize_of_truths
+from relayquant.ir.rewrite.expressions import read_scalar
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 
-#: Types that LLVM can ask whether a number is NaN, and those of its operators that keep NaN.
+#: Types of which LLVM can ask whether a number is NaN.
 ASKED = ("float32", "float64")
+#: Types that LLVM's maximum and minimum take. Both keep NaN.
 COMPARED = ("float16", *ASKED)
 
 
@@ -58,18 +60,16 @@ def legalize_clip(builder: relax.BlockBuilder, call: Call) -> Any:
 
 def read_limit(bound: Any, dtype: str) -> float | None:
     """Return a bound of a clip, infinite if it is beyond a dtype. None: no number, or NaN."""
-    number = getattr(bound, "value", bound)
-    if isinstance(number, tirx.FloatImm | tirx.IntImm):
-        number = number.value
-    if not isinstance(number, int | float) or math.isnan(number):
+    number = read_scalar(bound)
+    if number is None or math.isnan(number):
         return None
     most = float(tirx.max_value(dtype).value)
-    return float(number) if abs(number) <= most else math.copysign(math.inf, number)
+    return number if abs(number) <= most else math.copysign(math.inf, number)
 
 
 def legalize_extreme(builder: relax.BlockBuilder, call: Call) -> Any:
-    """Legalize maximum or minimum of floats: a constant comes first, and two values are compared by
-    LLVM's operator that keeps NaN of both, and is vectorized.
+    """Legalize maximum or minimum of floats: a constant comes first. Of two values LLVM's maximum
+    is taken, which keeps a NaN of either, and is vectorized.
     """
     left, right = call.args
     name, dtype = call_name(call)[6:], tensor_dtype(left)
@@ -80,14 +80,12 @@ def legalize_extreme(builder: relax.BlockBuilder, call: Call) -> Any:
     if array is not None and not np.isnan(array.astype("float64")).any():
         bound = tirx.const(array.item(), dtype) if array.shape == () else right
         return builder.call_te(choose, bound, left, primfunc_name_hint=name)
-    if dtype not in COMPARED or is_number(left) or is_number(right):
+    if dtype not in COMPARED or any(read_scalar(each) is not None for each in call.args):
         return legalize_as_tvm(builder, call)
 
     def compute(a: Any, b: Any) -> Any:
         shape = choose(a, b).shape
-        a, b = (
-            x if len(x.shape) == len(shape) == 0 else topi.broadcast_to(x, shape) for x in (a, b)
-        )
+        a, b = (topi.broadcast_to(x, shape) if len(shape) else x for x in (a, b))
 
         def compare(*at: Any) -> Any:
             return tirx.call_llvm_pure_intrin(dtype, f"llvm.{name}", a(*at), b(*at))
@@ -95,12 +93,6 @@ def legalize_extreme(builder: relax.BlockBuilder, call: Call) -> Any:
         return te.compute(shape, compare, tag=topi.tag.ELEMWISE)
 
     return builder.call_te(compute, left, right, primfunc_name_hint=name)
-
-
-def is_number(operand: relax.Expr) -> bool:
-    """Whether an operand is a constant scalar, which TVM writes into its loop nest."""
-    value = constant_value(operand)
-    return value is not None and value.shape == ()
 
 
 #: Legalizations for `relax.transform.LegalizeOps`.

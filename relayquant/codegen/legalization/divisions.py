@@ -14,6 +14,7 @@ from tvm import relax, tirx, topi
 from tvm.ir import Call
 
 from relayquant.codegen.legalization.logical_and_bitwise import legalize_as_tvm, legalize_of_truths
+from relayquant.ir.rewrite.expressions import read_scalar
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 
 
@@ -58,8 +59,7 @@ def legalize_product(builder: relax.BlockBuilder, call: Call) -> Any:
 
 def is_zero(operand: relax.Expr) -> bool:
     """Whether an operand is the number 0 of a float type, which TVM writes into its loop nest."""
-    value = constant_value(operand)
-    return value is not None and "float" in value.dtype.name and value.shape == () and value == 0
+    return "float" in tensor_dtype(operand) and read_scalar(operand) == 0
 
 
 def is_harmless(divisor: np.ndarray[Any, Any] | None) -> bool:

@@ -66,7 +66,7 @@ def take_functions(mod: tvm.IRModule, functions: Mapping[Any, Any]) -> tvm.IRMod
 
 
 def add_functions(mod: tvm.IRModule, functions: Mapping[Any, Any]) -> tvm.IRModule:
-    """Return the module with these functions too, which replace those of the same variable."""
+    """Return the module with functions added. One replaces a function of the same variable."""
     return take_functions(mod, {**dict(mod.functions_items()), **functions})
 
 

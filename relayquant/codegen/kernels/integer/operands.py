@@ -113,7 +113,7 @@ def declare_operands(
 ) -> Operands:
     """Declare x, weight, bias[, multiplier][, residual], y, in this order.
 
-    `shapes` of x and y: those of `spec` if there are none.
+    `shapes`: of x and of y. Without them, `spec` says what the shapes are.
     """
     channels, added = (channel_size,), spec.epilogue.residual
     own = (spec.stored_shape, (*spec.out_shape[:-1], spec.result_channels))

@@ -138,7 +138,7 @@ class Constants:
     multiplier: NDArray[np.float32] | np.float32 | None
 
     def as_conv2d(self) -> Constants:
-        """Return the constants of a dense layer as those of its 1x1 convolution."""
+        """Return the constants of a dense layer with the weight as a 1x1 convolution has it."""
         return replace(self, weight=self.weight[:, None, None, :])
 
 

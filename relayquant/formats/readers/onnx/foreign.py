@@ -84,7 +84,7 @@ _RECURRENT = (
     *("clip", "direction", "hidden_size", "input_forget"),
 )
 _QUANTIZED = ("axis", "block_size", "output_dtype", "precision", "saturate")
-#: Domain that ONNX Runtime gives some of its own operators, although it is the one of ONNX.
+#: ONNX Runtime writes some of its own operators into the domain of ONNX.
 RUNTIME = ""
 
 #: Known operators, by domain and type.

@@ -182,7 +182,7 @@ def convert_lp_normalization(bb: Builder, inputs: Operands, attrs: Attrs, opset:
 def convert_batch_normalization(
     bb: Builder, inputs: Operands, attrs: Attrs, opset: int
 ) -> relax.Expr:
-    """Convert BatchNormalization. In inference it has one output: the others are those of training.
+    """Convert BatchNormalization. Only training computes the outputs after the first one.
 
     TVM's momentum is the weight of the batch, ONNX's is the weight of the running statistics.
     """

@@ -43,18 +43,16 @@ def drop_unread(
     ]
     if not unread:
         return node
-    copy = onnx.NodeProto()
-    copy.CopyFrom(node)
-    for number in unread:
-        copy.output[number] = ""
-    return copy
+    return rename_outputs(
+        node, ["" if number in unread else name for number, name in enumerate(node.output)]
+    )
 
 
 def drop_unnamed(node: onnx.NodeProto, schema: OpSchema | None) -> onnx.NodeProto:
     """Return the node without its last outputs that have no name, as if they were not there.
 
-    Outputs that the operator must have stay. So do those of an operator with any number of outputs
-    (Split), which count.
+    Outputs that the operator must have stay. All outputs of Split stay, too: their number says into
+    how many parts it splits.
     """
     least = 1
     if schema is not None and schema.outputs:
@@ -66,9 +64,14 @@ def drop_unnamed(node: onnx.NodeProto, schema: OpSchema | None) -> onnx.NodeProt
         count -= 1
     if count == len(node.output):
         return node
+    return rename_outputs(node, node.output[:count])
+
+
+def rename_outputs(node: onnx.NodeProto, names: Sequence[str]) -> onnx.NodeProto:
+    """Return the node with outputs of these names."""
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
-    del copy.output[count:]
+    copy.output[:] = names
     return copy
 
 

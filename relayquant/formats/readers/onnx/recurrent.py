@@ -213,8 +213,9 @@ class RecurrentNode:
     ) -> relax.Expr:
         """Emit one product and one operator of the dialect for each direction.
 
-        `inputs` are those of `unroll_steps`. The weights of inputs and state for each direction are
-        (gates * hidden, ...). Returns the results of `convert_recurrent`.
+        `inputs` are as `unroll_steps` takes them. For each direction, `matrices` has the weights of
+        the inputs and of the state, both (gates * hidden, ...). Returns the results of
+        `convert_recurrent`.
         """
         bb, layout, count = self.bb, self.layout, len(self.cell.activations)
         data, bias, lengths, states, peepholes = self.split_inputs(inputs)
@@ -384,7 +385,7 @@ class RecurrentNode:
         return total, self.slice_gates(inner, 2, 3)
 
     def split_peepholes(self, peepholes: relax.Expr | None, at: int) -> tuple[relax.Expr, ...]:
-        """Return the peepholes of input, output and forget gate. Empty if there are none."""
+        """Return the peephole weights of input, output and forget gate; () if there are none."""
         if peepholes is None:
             return ()
         row = take_element(self.bb, peepholes, at, 0)
