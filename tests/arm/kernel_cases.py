@@ -221,7 +221,7 @@ def make_dense(
     acc = (x.astype("int64") - spec.in_zero_point) @ w.T.astype("int64") + bias
 
     def build(isa: Isa) -> tuple[PrimFunc, list[np.ndarray]]:
-        packed = pack(spec, isa, w, bias, multiplier)
+        packed = pack(spec, isa, Constants(w, bias, multiplier))
         return build_kernel(spec, isa), [x, *packed.arguments()]
 
     return Case(build, finish(acc, spec.epilogue, multiplier))
