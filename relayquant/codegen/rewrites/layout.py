@@ -15,6 +15,7 @@ from tvm.ir import Call, IRModule
 from tvm.relax.dpl import is_op, wildcard
 
 from relayquant.codegen.lowering.floating import CONV_LAYOUT, CONV_TRANSPOSE_LAYOUT
+from relayquant.codegen.rewrites.known_values import fold_known_values
 from relayquant.codegen.rewrites.layout_exceptions import convert_with_exceptions
 from relayquant.codegen.rewrites.moved_quantization import MOVED_QUANTIZATION, read_axes
 from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
@@ -32,8 +33,6 @@ KERNEL_LAYOUTS = {
     "relax.qnn.conv2d_transpose": list(CONV_LAYOUT),
 }
 
-#: Operators after which FoldConstant leaves calls of kernels that the module does not have.
-UNFOLDED = frozenset({"relax.dynamic_strided_slice"})
 #: Operators that read only the shape of their operand.
 SHAPE_READERS = frozenset(
     f"relax.{name}" for name in ("eye_like", "full_like", "ones_like", "shape_of", "zeros_like")
@@ -43,8 +42,7 @@ SHAPE_READERS = frozenset(
 def convert_layout(mod: IRModule) -> IRModule:
     """Convert convolutions to NHWC and OHWI, and the operators between them to NHWC.
 
-    Constants are folded here, before there is any kernel. TVM evaluates calls of constants on plain
-    x86, where a kernel for another instruction set would end the process.
+    Constants are folded here, before there is any kernel.
     """
     functions = [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
     bindings = [binding for func in functions for binding in list_bindings(func)]
@@ -53,32 +51,18 @@ def convert_layout(mod: IRModule) -> IRModule:
         mod = convert_with_exceptions(mod, KERNEL_LAYOUTS)
     mod = relax.transform.Normalize()(mod)
     if has_conv and is_one_block(mod):
-        # In numpy: FoldConstant would compile a kernel for each weight, which takes as long as
-        # compiling all of the module. Most modules hold no other constants to fold.
+        # Most modules hold no other constants to fold.
         mod = apply_rules(mod, [TRANSPOSE_OF_CONSTANT])
-    if not any(map(is_unfolded, (binding.value for binding in bindings))) and has_constants(mod):
-        mod = relax.transform.FoldConstant()(mod)
+    if has_constants(mod):
+        mod = fold_known_values(mod)
     mod = canonicalize_bindings(mod)
     if not is_one_block(mod):
         return mod
     return tidy_module(apply_rules(mod, TRANSPOSE_RULES))
 
 
-def is_unfolded(value: relax.Expr) -> bool:
-    """Whether FoldConstant does not support a module with this value. It makes a loop nest of a
-    division by a constant 0, which TVM refuses. `divide_by_zero` makes its own.
-    """
-    if op_name(value) != "relax.divide" or not isinstance(value, Call):
-        return op_name(value) in UNFOLDED
-    divisor = constant_value(value.args[1])
-    return divisor is not None and not divisor.any()
-
-
 def has_constants(mod: IRModule) -> bool:
-    """Whether FoldConstant may find a value that does not depend on the data.
-
-    FoldConstant itself makes a loop nest of every operator: a quarter of a second for MobileNetV2.
-    """
+    """Whether there may be a value that does not depend on the data."""
     functions = [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
     for func in functions:
         if not isinstance(func.body, relax.SeqExpr):
