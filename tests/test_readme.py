@@ -21,7 +21,7 @@ def test_readme__first_two_commands_install_and_run() -> None:
     demo, test = (block.strip() for block in find_blocks("bash")[:2])
     for command in (demo, test):
         assert "\n" not in command
-        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -q -e ")
+        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -q ")
     assert demo.endswith("&& .venv/bin/relayquant demo")
     assert test.endswith("&& .venv/bin/python -m pytest -n 2")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -118,7 +119,7 @@ def machine_without_amx() -> Machine:
     ONNX Runtime has no limit of its own, so it keeps AMX.
     """
     return Machine(
-        f"{name_cpu()}, without AMX",
+        f"{re.sub(' [+]amx-[^ )]+', '', name_cpu())}, without AMX",
         "without-amx",
         target_without_amx(host_config()),
         {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
@@ -271,13 +272,15 @@ def format_tables(results: Results, rows: Sequence[str], kinds: Sequence[str]) -
 
 
 def format_summary(results: Results, rows: Sequence[str]) -> str:
-    """One table in Markdown: best times of int8, with a column for each CPU."""
+    """One table in Markdown: best times of int8, with a column for each CPU, without the features
+    in which it differs from LLVM's.
+    """
     threads = list_threads(results)
     lines = [
         f"Latency of int8 models in ms, batch 1, {' / '.join(map(format_threads, threads))}. In "
         "parentheses: how many times as long the faster of OpenVINO and ONNX Runtime takes.",
         "",
-        *head_table(["model", *results]),
+        *head_table(["model", *(re.sub(" [+-][^ )]+", "", cpu) for cpu in results)]),
     ]
     for row in rows:
         cells = []

@@ -77,11 +77,12 @@ def test_format_tables__all_kinds():
 
 def test_format_summary__a_column_for_each_cpu():
     """The parentheses have the faster of the rivals, whichever it is."""
-    results = {"both": {"times": {"ResNet-18": {"1": FIELDS | FASTER_FIELDS}}}} | RESULTS
+    both = {"ResNet-18": {"1": FIELDS | FASTER_FIELDS}}
+    results = {"both (x +amx-int8 -sgx)": {"times": both}} | RESULTS
     table = speed_table.format_summary(results, ["KWT-1", "ResNet-18"]).splitlines()
     assert "1 thread / 2 threads" in table[0]
     assert table[2:6] == [
-        "| model | both | a CPU | another |",
+        "| model | both (x) | a CPU | another |",
         "|---|---|---|---|",
         "| KWT-1 | - | - | - / 1.00 (- / 2.50) |",
         "| ResNet-18 | 2.00 / - (1.25 / -) | 2.00 / - (1.50 / -) | - / 1.00 (- / 2.50) |",
@@ -107,6 +108,11 @@ def test_open_entry__keeps_other_cpus(monkeypatch, tmp_path):
     monkeypatch.setattr(speed_table, "list_versions", lambda _: ["openvino 4"])
     assert speed_table.open_entry(results, "a") == {"versions": ["openvino 4"], "times": {}}
     assert results["b"] == before["b"]
+
+
+def test_machine_without_amx__is_named_without_its_tiles(monkeypatch):
+    monkeypatch.setattr(speed_table, "name_cpu", lambda: "Xeon (rocketlake +amx-int8 +avxvnni)")
+    assert speed_table.machine_without_amx().cpu == "Xeon (rocketlake +avxvnni), without AMX"
 
 
 @pytest.mark.parametrize(
