@@ -62,7 +62,7 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
     "relax.max": {"bool": "uint8"},  # whose lowest and highest value are false and true
     "relax.mean": MEANS,
     "relax.min": {"bool": "uint8"},
-    "relax.nn.batch_norm": WIDE_SUMS,
+    "relax.nn.batch_norm": HALVES,  # of which TVM returns float32
     "relax.nn.group_norm": WIDE_SUMS,
     "relax.nn.instance_norm": WIDE_SUMS,
     "relax.nn.layer_norm": WIDE_SUMS,

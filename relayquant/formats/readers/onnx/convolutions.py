@@ -17,7 +17,7 @@ from relayquant.formats.readers.onnx.frontend import run_frontend, sum_in_float3
 from relayquant.formats.readers.onnx.sizes import known_shape
 from relayquant.formats.readers.pooling import Windows
 from relayquant.formats.readers.refusal import Refusal
-from relayquant.ir.rewrite.graph import constant_value
+from relayquant.ir.rewrite.graph import constant_value, tensor_shape
 
 
 def resolve_auto_pad(
@@ -129,6 +129,9 @@ def convert_fused_conv(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) 
 def convert_conv_transpose(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert ConvTranspose: output_shape, which TVM ignores, becomes explicit padding (ONNX,
     operator ConvTranspose).
+
+    Raises:
+        Refusal: output_shape over a symbolic dimension, or pads wider than the result.
     """
     if "output_shape" in attrs:
         sizes = known_shape(inputs[0], "input")[2:]
@@ -154,5 +157,11 @@ def convert_conv_transpose(bb: Builder, inputs: Operands, attrs: Attrs, opset: i
             begins.append(small if mode == b"SAME_UPPER" else large)
             ends.append(large if mode == b"SAME_UPPER" else small)
         attrs.update(pads=begins + ends, output_padding=extra)
-    value = run_frontend("ConvTranspose", bb, inputs[:2], attrs, opset)
+    value = bb.normalize(run_frontend("ConvTranspose", bb, inputs[:2], attrs, opset))
+    shape = tensor_shape(value) or ()
+    if any(isinstance(size, int) and size < 0 for size in shape):
+        raise Refusal(
+            f"its pads {list(attrs.get('pads', ()))} are wider than its result, which would have "
+            f"the shape {shape}; supported: sizes of 0 and more"
+        )
     return add_bias(bb, value, inputs[2])

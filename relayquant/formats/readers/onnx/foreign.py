@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import onnx
+from tvm import relax
 
 from relayquant.formats.readers.onnx.contrib import (
     convert_attention,
@@ -17,7 +18,7 @@ from relayquant.formats.readers.onnx.contrib import (
     convert_qembed_layer_normalization,
     convert_qlinear_where,
 )
-from relayquant.formats.readers.onnx.conversion import Convert
+from relayquant.formats.readers.onnx.conversion import Convert, Operands
 from relayquant.formats.readers.onnx.convolutions import convert_fused_conv
 from relayquant.formats.readers.onnx.fused import (
     convert_fused_gemm,
@@ -36,6 +37,7 @@ from relayquant.formats.readers.onnx.quantized import (
     convert_quantize_linear,
 )
 from relayquant.formats.readers.refusal import Refusal
+from relayquant.ir.rewrite.graph import tensor_dtype
 
 #: Key that TVM's frontend adds to the attributes of every node.
 OF_FRONTEND = "tvm_custom"
@@ -50,12 +52,29 @@ class ForeignOperator:
         known: Attributes that the conversion reads, and hints that change no result.
         required: Attributes in `known` that a node must have.
         neutral: Attributes that are not read -> the only value with which they change nothing.
+        mixes_floats: Whether its operands may be of several float types.
     """
 
     convert: Convert | None = None
     known: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     neutral: Mapping[str, Any] = field(default_factory=dict)
+    mixes_floats: bool = False
+
+    def check_types(self, inputs: Operands) -> None:
+        """Check that operands of float types have one type, as ONNX Runtime does.
+
+        Raises:
+            Refusal: they have several.
+        """
+        given = [each for each in inputs if isinstance(each, relax.Expr)]
+        tensors = (each for each in given if isinstance(each.ty, relax.TensorType))
+        floats = sorted({dtype for dtype in map(tensor_dtype, tensors) if "float" in dtype})
+        if len(floats) > 1 and not self.mixes_floats:
+            raise Refusal(
+                f"its operands are {' and '.join(floats)}; allowed: one float type",
+                "Cast the operands to one type",
+            )
 
     def select_attributes(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the attributes that the conversion may read.
@@ -91,7 +110,9 @@ RUNTIME = ""
 FOREIGN: dict[str, dict[str, ForeignOperator]] = {
     RUNTIME: {
         "SimplifiedLayerNormalization": ForeignOperator(
-            convert_simplified_layer_normalization, ("axis", "epsilon", "stash_type")
+            convert_simplified_layer_normalization,
+            ("axis", "epsilon", "stash_type"),
+            mixes_floats=True,
         ),
     },
     "com.microsoft": {
@@ -133,6 +154,8 @@ FOREIGN: dict[str, dict[str, ForeignOperator]] = {
             required=("K", "N", "block_size"),
             # Any other value means a byte layout for one kind of GPU.
             neutral={"weight_prepacked": 0},
+            # Scales stay float16 where the model is computed in float32.
+            mixes_floats=True,
         ),
         "QAttention": ForeignOperator(
             convert_qattention,
@@ -148,9 +171,7 @@ FOREIGN: dict[str, dict[str, ForeignOperator]] = {
         "QuantizeLinear": ForeignOperator(convert_quantize_linear, _QUANTIZED),
         "SkipLayerNormalization": ForeignOperator(convert_skip_layer_normalization, ("epsilon",)),
         "SkipSimplifiedLayerNormalization": ForeignOperator(
-            convert_skip_simplified_layer_normalization,
-            ("epsilon",),
-            required=("epsilon",),
+            convert_skip_simplified_layer_normalization, ("epsilon",)
         ),
     },
 }

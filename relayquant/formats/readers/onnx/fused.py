@@ -17,6 +17,7 @@ from relayquant.formats.readers.onnx.frontend import sum_in_float32
 from relayquant.formats.readers.onnx.normalization import convert_rms_normalization
 from relayquant.formats.readers.onnx.outputs import NOT_COMPUTED
 from relayquant.formats.readers.onnx.sizes import known_shape
+from relayquant.ir.rewrite.graph import tensor_dtype
 
 
 def convert_fused_matmul(
@@ -64,7 +65,15 @@ def convert_quick_gelu(
 def convert_simplified_layer_normalization(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Convert SimplifiedLayerNormalization(x, scale), which ONNX has as RMSNormalization."""
+    """Convert SimplifiedLayerNormalization(x, scale), which ONNX has as RMSNormalization.
+
+    The result has the type of the scale. If that is not the type of x, float32 is computed between.
+    """
+    dtype = tensor_dtype(inputs[1])
+    if tensor_dtype(inputs[0]) != dtype:
+        wide = [bb.emit(relax.op.astype(value, "float32")) for value in inputs]
+        value = convert_simplified_layer_normalization(bb, wide, attrs, opset)
+        return relax.op.astype(bb.emit(value), dtype)
     found = convert_rms_normalization(bb, inputs, attrs, opset)
     if found is not None:
         return found
@@ -86,7 +95,7 @@ def convert_skip_simplified_layer_normalization(
     total = bb.emit(relax.op.add(data, skip))
     if bias is not None:
         total = bb.emit(relax.op.add(total, bias))
-    form = {"epsilon": attrs["epsilon"], "axis": -1}
+    form = {"epsilon": attrs.get("epsilon", 1e-12), "axis": -1}
     value = convert_simplified_layer_normalization(bb, [total, scale], form, opset)
     if attrs["tvm_custom"]["num_outputs"] == 1:
         return value

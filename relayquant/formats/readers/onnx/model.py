@@ -371,6 +371,7 @@ class _Importer(FRONTEND.ONNXGraphImporter):
                 convert = OPERATORS.get(op_name)
                 inputs[:] = spread_operands(self.bb, op_name, inputs)
             else:
+                foreign.check_types(inputs)
                 convert, attrs = foreign.convert, foreign.select_attributes(attrs)
             converted = None if convert is None else convert(self.bb, inputs, attrs, opset)
             if converted is None:

@@ -185,7 +185,14 @@ def convert_batch_normalization(
     """Convert BatchNormalization. Only training computes the outputs after the first one.
 
     TVM's momentum is the weight of the batch, ONNX's is the weight of the running statistics.
+    Since opset 15, scale and statistics may have types of their own: narrower ones are widened.
     """
+    dtype = tensor_dtype(inputs[0])
+    if dtype in ("float32", "float64"):
+        inputs = [
+            bb.normalize(relax.op.astype(value, dtype)) if tensor_dtype(value) != dtype else value
+            for value in inputs
+        ]
     convert = _tvm.load_onnx_frontend().BatchNormalization._impl_v15
     attrs = {**attrs, "momentum": 1.0 - float(attrs.get("momentum", 0.9))}
     result = convert(bb, inputs, attrs, [{}, {}])

@@ -18,7 +18,10 @@ from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.errors import format_count
 from relayquant.formats.readers.onnx.broadcast import is_same, list_sizes, merge_shapes, spread_axes
 from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
+from relayquant.formats.readers.onnx.convolutions import read_kernel_shape
 from relayquant.formats.readers.onnx.grouped import dequantize_blocks
+from relayquant.formats.readers.onnx.sizes import known_shape
+from relayquant.formats.readers.pooling import Windows
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ops.dynamic import (
@@ -266,7 +269,8 @@ def convert_conv_integer(bb: Builder, inputs: Operands, attrs: Attrs, opset: int
     If x_zero is computed at run time and w is constant, x_zero is corrected outside the product.
 
     Raises:
-        Refusal: it is not a 2-D convolution, or has auto_pad.
+        Refusal: it is not a 2-D convolution, has auto_pad, or its kernel is wider than the padded
+            data.
     """
     data, weight, data_zero, weight_zero = (*inputs, None, None)[:4]
     if data.ty.ndim != 4:
@@ -279,6 +283,10 @@ def convert_conv_integer(bb: Builder, inputs: Operands, attrs: Attrs, opset: int
         "dilation": list(attrs.get("dilations", [1, 1])),
         "groups": int(attrs.get("group", 1)),
     }
+    windows = Windows(
+        read_kernel_shape(weight), form["strides"], form["dilation"], form["padding"], False
+    )
+    windows.check(known_shape(data, "input")[2:])
     data_zero, weight_zero = (bb.normalize(read_zero_point(z)) for z in (data_zero, weight_zero))
     array, zero = constant_value(weight), constant_value(weight_zero)
     if constant_value(data_zero) is None and array is not None and zero is not None:

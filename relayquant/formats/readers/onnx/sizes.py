@@ -30,7 +30,7 @@ from relayquant.formats.readers.onnx.symbolic import (
 )
 from relayquant.formats.readers.refusal import NotConstant, Refusal
 from relayquant.ir.rewrite.expressions import LARGEST
-from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_shape
+from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.inline import list_dimensions
 
 #: Largest constant that is computed during the import, in elements.
@@ -122,7 +122,10 @@ def convert_reshape(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> 
     """Convert Reshape to run-time sizes. 0 keeps a size (unless allowzero), -1 is the remaining
     size.
 
-    Constant sizes are left to TVM, except with allowzero.
+    Constant sizes are left to TVM, except with allowzero: TVM takes a 0 as the size that is there.
+
+    Raises:
+        Refusal: allowzero gives a size of 0 to data that is not empty, or may not be.
     """
     data, wanted = inputs
     if isinstance(data, relax.ShapeExpr):
@@ -133,7 +136,12 @@ def convert_reshape(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> 
     if sizes is not None:
         if not allow_zero or 0 not in sizes:
             return None
-        return relax.op.reshape(data, relax.ShapeExpr(sizes))
+        if 0 not in have or -1 in sizes:
+            raise Refusal(
+                f"allowzero=1 makes data of the shape {have} into {sizes}; supported: data with a "
+                "size of 0, and no -1"
+            )
+        return relax.op.zeros(sizes, tensor_dtype(data))
     count = count_sizes(wanted)
     zero, one = relax.const(0, "int64"), relax.const(1, "int64")
     mine = emit_sizes(bb, data)

@@ -37,7 +37,8 @@ def convert_space_to_depth(
 def convert_roi_align(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert RoiAlign(x, regions, images) to R.vision.roi_align, whose `aligned` only allows
     regions of less than a pixel. "half_pixel" also moves them by half a pixel of x; TVM's frontend
-    moves them before they are scaled.
+    moves them before they are scaled. A region that is not wider or higher than 0 has no samples if
+    their number follows from its size, and then only zeros.
 
     Raises:
         Refusal: mode is max. ONNX takes the maximum of the weighted neighbours of a sample, TVM the
@@ -58,15 +59,26 @@ def convert_roi_align(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -
     is_moved = place == b"half_pixel"
     if is_moved:
         regions = bb.emit(relax.op.subtract(regions, relax.const(0.5 / scale, dtype)))
+    samples, is_filled = int(attrs.get("sampling_ratio", 0)), None
+    if is_moved and samples <= 0:
+        starts, ends = (
+            bb.emit(relax.op.strided_slice(regions, [1], [at], [at + 2])) for at in (0, 2)
+        )
+        is_filled = bb.emit(relax.op.min(bb.emit(relax.op.greater(ends, starts)), 1, True))
+        regions = bb.emit(relax.op.where(is_filled, regions, relax.const([0, 0, 1, 1], dtype)))
     images = bb.emit(relax.op.astype(bb.emit(relax.op.expand_dims(images, 1)), dtype))
-    return relax.op.vision.roi_align(
+    value = relax.op.vision.roi_align(
         data,
         bb.emit(relax.op.concat([images, regions], 1)),
         (int(attrs.get("output_height", 1)), int(attrs.get("output_width", 1))),
         scale,
-        int(attrs.get("sampling_ratio", 0)),
+        samples,
         aligned=is_moved,
     )
+    if is_filled is None:
+        return value
+    mask = bb.emit(relax.op.expand_dims(is_filled, [2, 3]))
+    return relax.op.where(mask, bb.emit(value), relax.const(0.0, str(data.ty.dtype)))
 
 
 def convert_non_max_suppression(
