@@ -2,7 +2,7 @@
 docs/speed.md.
 
     python tests/benchmarks/language_table.py [--rows "GEMV 4096x4096" ...] [--threads 1 2]
-        [--folder DIR] [--without-amx]
+        [--folder DIR]
 
 Weights are random, 4 bits in groups of 32 or 128 with scales of 16 bits (of 32 in ONNX Runtime,
 which has no others here); rows are quantized to int8 while the model runs (W4A8). ONNX Runtime has
@@ -24,8 +24,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +34,19 @@ import tvm
 from encoders import (
     ENCODERS,
     Encoder,
-    build_encoder_own,
     save_encoder_onnx,
     save_encoder_openvino,
+    save_encoder_own,
 )
 from llama_onnx import Llama, llama_inputs, save_llama
 from onnx import TensorProto, helper, numpy_helper
 from speed_table import (
-    Machine,
     Results,
     Times,
     format_threads,
     head_table,
     list_threads,
     open_entry,
-    parse_with_machine,
     read_results,
     read_times,
     replace_table,
@@ -70,6 +67,7 @@ from relayquant.codegen.kernels.emit import (
     load_vector,
     store_vector,
 )
+from relayquant.codegen.kernels.isa.target import name_cpu
 from relayquant.flow.compression import compress_weights
 from relayquant.formats.load import load
 from relayquant.ir.dialect import qnn
@@ -112,8 +110,8 @@ class Products:
 # ---------------------------------------------------------------- models
 
 
-def build_own(products: Products, folder: Path) -> tvm.IRModule:
-    """quantize_rows and grouped_dense."""
+def save_own(products: Products, folder: Path) -> Path:
+    """quantize_rows and grouped_dense, compiled."""
     rng, units, features = np.random.default_rng(0), products.units, products.features
     group = products.group
     builder = relax.BlockBuilder()
@@ -132,10 +130,10 @@ def build_own(products: Products, folder: Path) -> tvm.IRModule:
                 results.append(builder.emit(call))
             result = builder.emit_output(relax.Tuple(results))
         builder.emit_func_output(result)
-    return builder.finalize()
+    return export(builder.finalize(), folder / "own.so")
 
 
-def build_reading(products: Products, folder: Path) -> tvm.IRModule:
+def save_reading(products: Products, folder: Path) -> Path:
     """Sums over as many bytes, in blocks that threads share."""
     blocks = ceil_div(products.weight_bytes, BLOCK)
     words = BLOCK // 4
@@ -173,7 +171,12 @@ def build_reading(products: Products, folder: Path) -> tvm.IRModule:
                 results.append(builder.emit(relax.call_tir(kernel, (x, data), out)))
             result = builder.emit_output(relax.Tuple(results))
         builder.emit_func_output(result)
-    return builder.finalize()
+    return export(builder.finalize(), folder / "read.so")
+
+
+def export(mod: tvm.IRModule, path: Path) -> Path:
+    compile_module(mod).export_library(str(path))
+    return path
 
 
 def save_onnx(products: Products, folder: Path) -> Path:
@@ -246,10 +249,10 @@ def compress_with_nncf(model: Any, group: int, folder: Path) -> Path:
     return folder / "nncf.xml"
 
 
-def build_llama_own(llama: Llama, folder: Path) -> tvm.IRModule:
+def save_llama_own(llama: Llama, folder: Path) -> Path:
     """The float ONNX file, compressed."""
     mod, params = load(write_float(llama, folder))
-    return compress_weights(
+    compressed = compress_weights(
         mod,
         params,
         bits=BITS,
@@ -257,6 +260,7 @@ def build_llama_own(llama: Llama, folder: Path) -> tvm.IRModule:
         scale_dtype="float16",
         activation=ROWS_OF_INTEGERS,
     )
+    return export(compressed, folder / "own.so")
 
 
 def save_llama_onnx(llama: Llama, folder: Path) -> Path:
@@ -292,28 +296,24 @@ def draw_inputs(spec: Spec, folder: Path) -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape, "float32") for name in spec.inputs}
 
 
-@dataclass(frozen=True)
-class Makers:
-    """What makes the candidates of a row from its spec and folder: modules of ours, by name, and
-    the files of other engines.
-    """
-
-    own: Mapping[str, Callable[[Any, Path], tvm.IRModule]]
-    rivals: Mapping[Engine, Callable[[Any, Path], Path]]
-
-
-GEMM_MAKERS = Makers(
-    {"relayquant": build_own}, {Engine.ONNXRUNTIME: save_onnx, Engine.OPENVINO: save_openvino}
-)
-GEMV_MAKERS = replace(GEMM_MAKERS, own={**GEMM_MAKERS.own, "bandwidth": build_reading})
-LLAMA_MAKERS = Makers(
-    {"relayquant": build_llama_own},
-    {Engine.ONNXRUNTIME: save_llama_onnx, Engine.OPENVINO: save_llama_openvino},
-)
-ENCODER_MAKERS = Makers(
-    {"relayquant": build_encoder_own},
-    {Engine.ONNXRUNTIME: save_encoder_onnx, Engine.OPENVINO: save_encoder_openvino},
-)
+#: candidate -> engine, and what makes its file
+Makers = Mapping[str, tuple[Engine, Callable[[Any, Path], Path]]]
+GEMM_MAKERS: Makers = {
+    "relayquant": (Engine.RELAYQUANT, save_own),
+    "onnxruntime": (Engine.ONNXRUNTIME, save_onnx),
+    "openvino": (Engine.OPENVINO, save_openvino),
+}
+GEMV_MAKERS: Makers = {**GEMM_MAKERS, "bandwidth": (Engine.RELAYQUANT, save_reading)}
+LLAMA_MAKERS: Makers = {
+    "relayquant": (Engine.RELAYQUANT, save_llama_own),
+    "onnxruntime": (Engine.ONNXRUNTIME, save_llama_onnx),
+    "openvino": (Engine.OPENVINO, save_llama_openvino),
+}
+ENCODER_MAKERS: Makers = {
+    "relayquant": (Engine.RELAYQUANT, save_encoder_own),
+    "onnxruntime": (Engine.ONNXRUNTIME, save_encoder_onnx),
+    "openvino": (Engine.OPENVINO, save_encoder_openvino),
+}
 #: weights of a GEMV together are larger than the last cache
 ROWS: dict[str, tuple[Spec, Makers]] = {
     "GEMV 4096x4096": (Products(1, 4096, 4096, 12), GEMV_MAKERS),
@@ -330,43 +330,17 @@ ROWS: dict[str, tuple[Spec, Makers]] = {
 }
 
 
-def prepare_row(
-    row: str, folder: Path, machine: Machine
-) -> tuple[dict[str, Candidate], dict[str, np.ndarray]]:
-    """(candidates, inputs) of a row; from the folder where they are there.
-
-    The machines share the models of the rivals. Each has libraries of ours.
-    """
-    spec, makers = ROWS[row]
-
-    def compile_own(name: str, at: Path) -> Path:
-        path = at / f"{name}.so"
-        compile_module(makers.own[name](spec, folder), machine.target).export_library(str(path))
-        return path
-
-    own = {name: partial(compile_own, name) for name in makers.own}
-    candidates = {
-        name: Candidate(Engine.RELAYQUANT, path)
-        for name, path in make_missing(folder / machine.folder, "own.json", own).items()
-    }
-    for engine, make in makers.rivals.items():
-        made = make_missing(folder, "contenders.json", {engine.value: partial(make, spec)})
-        candidates[engine.value] = Candidate(engine, made[engine.value])
-    return candidates, draw_inputs(spec, folder)
-
-
-def make_missing(
-    folder: Path, index: str, makers: Mapping[str, Callable[[Path], Path]]
-) -> dict[str, Path]:
-    """Paths of what the makers write into the folder, by name. What its index has is there."""
+def prepare_row(row: str, folder: Path) -> tuple[dict[str, Candidate], dict[str, np.ndarray]]:
+    """(candidates, inputs) of a row; from the folder where they are there."""
+    (spec, makers), index = ROWS[row], folder / "contenders.json"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / index
-    entries: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
-    for name, make in makers.items():
+    entries = json.loads(index.read_text()) if index.exists() else {}
+    for name, (_, make) in makers.items():
         if name not in entries:
-            entries[name] = make(folder).name
-            write_whole(path, lambda path: path.write_text(json.dumps(entries)))
-    return {name: folder / entries[name] for name in makers}
+            entries[name] = make(spec, folder).name
+            write_whole(index, lambda path: path.write_text(json.dumps(entries)))
+    candidates = {name: Candidate(makers[name][0], folder / at) for name, at in entries.items()}
+    return candidates, draw_inputs(spec, folder)
 
 
 # ---------------------------------------------------------------- the table
@@ -422,21 +396,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--prepare", action="store_true", help="measure nothing")
-    options, machine = parse_with_machine(parser)
+    options = parser.parse_args()
     with ExitStack() as stack:
         folder = options.folder or stack.enter_context(open_temporary_folder())
         results = read_results(RESULTS)
-        entry = open_entry(results, machine.cpu)
+        entry = open_entry(results, name_cpu())
         for row in options.rows:
-            candidates, inputs = prepare_row(row, folder / row.replace(" ", "_"), machine)
+            candidates, inputs = prepare_row(row, folder / row.replace(" ", "_"))
             for threads in [] if options.prepare else options.threads:
-                found = measure_engines(
-                    candidates,
-                    inputs,
-                    threads=threads,
-                    rounds=options.rounds,
-                    environment=machine.environment,
-                )
+                found = measure_engines(candidates, inputs, threads=threads, rounds=options.rounds)
                 times = {name: asdict(latency) for name, latency in found.latencies.items()}
                 entry["times"].setdefault(row, {})[str(threads)] = times
                 if threads == 1:

@@ -357,21 +357,6 @@ def write_results(results: Results, file: Path) -> None:
     write_whole(file, lambda path: path.write_text(text, encoding="utf-8"))
 
 
-def parse_with_machine(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Machine]:
-    """(options, the machine that they name), with `--without-amx` among them."""
-    parser.add_argument(
-        "--without-amx",
-        action="store_true",
-        help="compile ours without AMX and limit OpenVINO to VNNI; a CPU of its own in the results",
-    )
-    options = parser.parse_args()
-    if not options.without_amx:
-        return options, Machine(name_cpu())
-    if "amx-tile" not in list_instructions(resolve_target()):
-        parser.error(f"--without-amx: {name_cpu()} has no AMX. Leave the option out.")
-    return options, machine_without_amx()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=[*ROWS], default=[*ROWS], metavar="ROW")
@@ -379,7 +364,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--prepare", action="store_true", help="measure nothing")
-    options, machine = parse_with_machine(parser)
+    parser.add_argument(
+        "--without-amx",
+        action="store_true",
+        help="compile ours without AMX and limit OpenVINO to VNNI; a CPU of its own in the results",
+    )
+    options = parser.parse_args()
+    if options.without_amx and "amx-tile" not in list_instructions(resolve_target()):
+        parser.error(f"--without-amx: {name_cpu()} has no AMX. Leave the option out.")
+    machine = machine_without_amx() if options.without_amx else Machine(name_cpu())
     for rival in OTHER_ENGINES.values():
         rival.check()
     with ExitStack() as stack:

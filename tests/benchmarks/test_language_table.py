@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import language_table
 import numpy as np
 import onnx
 import pytest
-from encoders import Encoder, build_encoder_own
-from language_table import Makers, Products
+from encoders import Encoder, save_encoder_own
+from language_table import Products
 from llama_onnx import Llama, llama_inputs, save_llama
 from models import build_transformer
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
-from speed_table import Machine
-from tvm.target import Target
 
-import relayquant as rq
-from relayquant.analysis.engines import Engine
 from relayquant.analysis.latency import Latency
 from relayquant_runtime import Library
 
@@ -58,49 +53,15 @@ def test_products__bytes_of_codes_and_scales():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_dynamic", [False, True])
-def test_build_encoder_own__runs_in_integers(is_dynamic, tmp_path):
+def test_save_encoder_own__runs_in_integers(is_dynamic, tmp_path):
     """The library gives what the float model does, nearly, and is not it."""
     encoder = Encoder(partial(build_transformer, 1, 32, 2, 8), is_dynamic)
-    rq.compile(build_encoder_own(encoder, tmp_path)).export_library(str(tmp_path / "own.so"))
-    library = Library(tmp_path / "own.so")
+    library = Library(save_encoder_own(encoder, tmp_path))
     (x,) = encoder.draw_batches(tmp_path, 1)[0].values()
     (got,) = library.run("main", [x])
     (expected,) = ReferenceEvaluator(str(tmp_path / "float.onnx")).run(None, {"input": x})
     error = np.abs(got - expected).max() / np.abs(expected).max()
     assert 1e-4 < error < 0.1
-
-
-def test_prepare_row__machines_share_the_rivals(monkeypatch, tmp_path):
-    """Ours is compiled for each machine, once; the rivals are made once."""
-    made = []
-
-    def save_rival(_, folder):
-        made.append("rival")
-        path = folder / "rival.onnx"
-        path.touch()
-        return path
-
-    class Compiled:
-        def __init__(self, mod, target):
-            made.append((mod, target))
-
-        def export_library(self, path):
-            Path(path).touch()
-
-    makers = Makers({"relayquant": lambda *_: "mod"}, {Engine.ONNXRUNTIME: save_rival})
-    monkeypatch.setattr(language_table, "compile_module", Compiled)
-    monkeypatch.setitem(language_table.ROWS, "GEMV", (Products(1, 8, 4, 2), makers))
-    other = Target("llvm")
-    machines = [Machine("a CPU"), Machine("a CPU, less", "less", other)] * 2
-    found = [language_table.prepare_row("GEMV", tmp_path, machine) for machine in machines]
-    assert made == [("mod", None), "rival", ("mod", other)]
-    for (candidates, inputs), folder in zip(found, [tmp_path, tmp_path / "less"] * 2, strict=True):
-        assert {name: (each.engine, each.path) for name, each in candidates.items()} == {
-            "relayquant": (Engine.RELAYQUANT, folder / "relayquant.so"),
-            "onnxruntime": (Engine.ONNXRUNTIME, tmp_path / "rival.onnx"),
-        }
-        assert all(each.path.exists() for each in candidates.values())
-        assert {name: x.shape for name, x in inputs.items()} == {"x0": (1, 8), "x1": (1, 8)}
 
 
 def test_page__has_the_tables():
