@@ -5,7 +5,6 @@ As few operators as do are in float, have ranges of the run time, or weights of 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -61,9 +60,6 @@ from relayquant.ir.ledger import (
 )
 from relayquant.stages.prepared import PreparedModel
 
-#: how many operators that were reverted on suspicion alone are tried on integers again
-TAKEN_BACK = 8
-
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
@@ -84,9 +80,9 @@ class Attempt:
         """The operators in float."""
         return tuple(name for name, qconfig in self.changes.items() if qconfig is None)
 
-    def without(self, name: str) -> list[str]:
-        """The operators but for one."""
-        return [other for other in self.names if other != name]
+    def without(self, names: Sequence[str]) -> list[str]:
+        """The operators in float but for these."""
+        return [name for name in self.names if name not in names]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +92,7 @@ class Suspects:
     Few are found on the calibration graph, where an operator is switched by a parameter, on bad
     samples. The integer module decides, on some that stand for all; while it falls short, twice as
     many more go, or, where the calibration graph sees nothing wrong, the next one that is off. Of
-    those that went so, as many as can are quantized again.
+    those that went so, bisection finds some to quantize again.
 
     Attributes:
         prepared: The calibrated model.
@@ -154,10 +150,8 @@ class Suspects:
         return [name for i, name in enumerate(self.order) if i < count or name in names]
 
     def list_spare(self, attempt: Attempt) -> list[str]:
-        """Operators that may have gone in vain, the least sensitive first."""
-        if deviates(self.settings, attempt.gaps) or len(attempt.names) <= len(self.first):
-            return []
-        return list(attempt.names[::-1][:TAKEN_BACK])
+        """Operators that went on suspicion alone, the least sensitive first."""
+        return [] if deviates(self.settings, attempt.gaps) else attempt.without(self.first)[::-1]
 
     def suffices(self, fewer: Attempt, more: Attempt) -> bool:
         """Whether fewer operators in float do as well as more."""
@@ -239,13 +233,14 @@ def revert_operators(suspects: Suspects, build: Callable[[Changes], tvm.IRModule
         suspects: What to try.
         build: Makes the integer module with changes.
     """
-    modules = itertools.count(1)
+    tried: list[Changes] = []
 
     def attempt(changes: Changes) -> Attempt:
-        tried = suspects.judge(changes, build(changes))
-        seen = ProgressEvent("revert operators", next(modules), None, unit="module")
+        found = suspects.judge(changes, build(changes))
+        tried.append(changes)
+        seen = ProgressEvent("revert operators", len(tried), None, unit="module")
         suspects.events.on_progress(seen)
-        return tried
+        return found
 
     for changes in suspects.milder:
         if suspects.follows(found := attempt(changes)):
@@ -257,9 +252,16 @@ def revert_operators(suspects: Suspects, build: Callable[[Changes], tvm.IRModule
             return widest
     while more := suspects.add_more(found):
         found = attempt(dict.fromkeys(more))
-    for name in suspects.list_spare(found):
-        fewer = attempt(dict.fromkeys(found.without(name)))
-        found = fewer if suspects.suffices(fewer, found) else found
+    # A module takes long to build: half of what may be spared at a time.
+    spare = suspects.list_spare(found)
+    while spare:
+        part = spare[: -(-len(spare) // 2)]
+        changes = dict.fromkeys(found.without(part))
+        fewer = None if changes in tried else attempt(changes)
+        if fewer is not None and suspects.suffices(fewer, found):
+            found, spare = fewer, spare[len(part) :]
+        else:
+            spare = part if len(part) > 1 else spare[1:]
     return found
 
 
