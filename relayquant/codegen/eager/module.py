@@ -39,8 +39,8 @@ class EagerModule:
     def run(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
         """Call a function with arrays and shapes, and return its results. Any thread may call.
 
-        If a weight, bias or scale is the same array as in the call before, its numbers must be the
-        same too: it is packed, or read, only once.
+        A weight, bias or scale that is the same array with the same numbers as in the call before
+        is packed, or read, only once.
 
         Raises:
             DataError, ModelError: as `relayquant.reference.run`.

@@ -309,11 +309,11 @@ class ProductStep:
         """Compute the last value of the chain."""
         bias = residual = None
         if self.bias is not None:
-            bias = self.known_bias.get([self.bias.read(frame)], self.view_bias)
+            bias = self.known_bias.get(frame, [self.bias], self.view_bias)
         if self.residual is not None:
             residual = self.layout.to_kernel(self.residual.read(frame))
         x = self.layout.to_kernel(self.data.read(frame))
-        weight = self.packed.get([self.weight.read(frame)], self.pack)
+        weight = self.packed.get(frame, [self.weight], self.pack)
         y = self.product.multiply(x, weight, bias, residual)
         frame.values[self.result] = self.layout.from_kernel(y)
 

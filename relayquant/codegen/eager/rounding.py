@@ -67,8 +67,8 @@ class RoundingStep:
 
     def run(self, frame: Frame) -> None:
         """Compute the rounded value."""
-        operands = [operand.read(frame) for operand in self.operands]
-        data, parameters = self.data.read(frame), self.parameters.get(operands, make_parameters)
+        data = self.data.read(frame)
+        parameters = self.parameters.get(frame, self.operands, make_parameters)
         if parameters is None:
             frame.values[self.result] = data
             return

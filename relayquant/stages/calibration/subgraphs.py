@@ -92,7 +92,7 @@ class SplitGraph:
 
     def compute_constants(self, variables: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """Compute the rounded weights, once for all batches, from the values of all graph
-        variables.
+        variables. They are read-only, so that `codegen.eager` need not compare them in each call.
         """
         subgraph = self.constants
         if subgraph is None or self.constants_mod is None:
@@ -100,7 +100,10 @@ class SplitGraph:
         # In numpy, because compiling a kernel for each weight's shape would take longer than all
         # the rest.
         results = reference.run(self.constants_mod, [variables[n] for n in subgraph.inputs])
-        return dict(zip(subgraph.outputs, results, strict=True))
+        views = [array.view() for array in results]
+        for view in views:
+            view.flags.writeable = False
+        return dict(zip(subgraph.outputs, views, strict=True))
 
 
 def split_graph(

@@ -210,6 +210,32 @@ def test_weight__the_same_array_is_packed_once(monkeypatch):
     assert packed[1] is not packed[2]
 
 
+def reverse(array):
+    array[:] = array[::-1].copy()
+
+
+CHANGES = {
+    "one number": lambda array: np.put(array, 5, 9.0),
+    "all signs": lambda array: np.negative(array, out=array),
+    "order of channels": reverse,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("channels", [8, 64])
+def test_weight_and_bias__changed_in_place(change, channels):
+    """Small arrays are compared as they are, large ones by sums."""
+    sizes = (1, 16, 5, 5), (channels, 16, 3, 3), (1, channels, 1, 1)
+    mod = build_model(lambda e, x, w, b: e("y", op.add(e("c", op.nn.conv2d(x, w)), b)), *sizes)
+    module, (x, w, b) = EagerModule(mod), draw(mod)
+    assert steps_of(module, ProductStep)
+    for changed in (w, b):
+        module.run("main", [x, w, b])
+        CHANGES[change](changed)
+        (found,) = module.run("main", [x, w, b])
+        np.testing.assert_allclose(found, run(mod, [x, w, b])[0], rtol=1e-4, atol=1e-4)
+
+
 def test_errors__are_those_of_the_reference():
     module = EagerModule(conv2d_model((1, 4, 5, 5), (8, 4, 3, 3)))
     with pytest.raises(rq.DataError, match="has shape"):
