@@ -60,6 +60,7 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
     "relax.cumsum": SUMS,
     **dict.fromkeys(("relax.isfinite", "relax.isinf", "relax.isnan"), WIDE_SUMS),
     "relax.max": {"bool": "uint8"},  # whose lowest and highest value are false and true
+    **dict.fromkeys(("relax.maximum", "relax.minimum"), WIDE_SUMS),  # TVM loses NaN
     "relax.mean": MEANS,
     "relax.min": {"bool": "uint8"},
     "relax.nn.batch_norm": HALVES,  # of which TVM returns float32
@@ -72,6 +73,7 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
     "relax.prod": WIDE_SUMS,
     "relax.scatter_elements": WIDE_SUMS,
     "relax.scatter_nd": WIDE_SUMS,
+    "relax.sign": HALVES,  # NaN
     "relax.std": MEANS,
     "relax.sum": WIDE_SUMS,
     "relax.variance": MEANS,

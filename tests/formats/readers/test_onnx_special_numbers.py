@@ -213,6 +213,28 @@ def test_bounds__keep_nan_as_onnx_runtime(at):
         np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("op", ["Sign", "Max", "Min"])
+def test_narrow_bounds__keep_nan_as_numpy(op, dtype):
+    narrow = TYPES[dtype]
+    x = np.array([1, -2, np.nan, 0.5, -0.0, np.inf, 7, np.nan], narrow)
+    data = {"x": x} if op == "Sign" else {"x": x, "z": x[::-1].copy()}
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(narrow))
+    infos = [helper.make_tensor_value_info(name, kind, x.shape) for name in (*data, "y")]
+    node = helper.make_node(op, [*data], ["y"])
+    graph = helper.make_graph([node], "narrow", infos[:-1], infos[-1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    function = {"Sign": np.sign, "Max": np.maximum, "Min": np.minimum}[op]
+    with np.errstate(all="ignore"):
+        want = function(*(array.astype("float32") for array in data.values()))
+    mod, _ = rq.load(model)
+    machine = relax.VirtualMachine(rq.compile(mod, TARGET), tvm.cpu())
+    compiled = machine["main"](*map(tvm.runtime.tensor, data.values())).numpy()
+    for found in (compiled, rq.reference.run(mod, data)[0]):
+        assert found.dtype == narrow
+        np.testing.assert_array_equal(found.astype("float32"), want)
+
+
 #: Operators whose result TVM's own folding of constants would make a number.
 FOLDED = [row for row in BOUNDS if row[0] not in ("Celu", "HardSwish", "PRelu")] + [
     ("ReduceMax", {}, ()),
