@@ -16,14 +16,19 @@ from relayquant.base.runtime import align_array, empty_aligned, view_aligned
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import LastMade, Operand
 from relayquant.codegen.eager.windows import find_windows, pad_images
-from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d
+from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d, count_macs
+from relayquant.codegen.kernels.floating.convolution.winograd import (
+    make_winograd,
+    pack_winograd,
+    prefers_winograd,
+)
 from relayquant.codegen.kernels.floating.gathered import (
     GatheredDepthwise,
     GatheredProduct,
     make_depthwise,
     make_product,
 )
-from relayquant.codegen.kernels.floating.tile import FEWEST_CHANNELS
+from relayquant.codegen.kernels.floating.tile import FEWEST_CHANNELS, FloatEpilogue
 from relayquant.errors import ModelError
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.rewrite.conv_view import ConvView
@@ -35,6 +40,9 @@ CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv1d")
 INTEGER_CONVOLUTIONS = ("relax.qnn.conv2d", "relax.qnn.conv1d")
 #: Number of data shapes that a product is prepared for at a time.
 MOST_SHAPES = 64
+#: Multiply-adds from which on a kernel for the shape of the data is worth compiling: a calibration
+#: of 50 runs then gains the quarter of a second that this takes.
+SHAPED_MACS = 2**29
 
 
 @dataclass(frozen=True)
@@ -185,6 +193,7 @@ class ProductCall:
         out_shape: Shape of the result.
         steps: Where the elements of a window are.
         parts: For each call where the windows are, and the sizes.
+        winograd: The kernel for this shape that runs instead, if it is faster.
     """
 
     spec: FloatConv2d
@@ -192,6 +201,30 @@ class ProductCall:
     out_shape: tuple[int, ...]
     steps: Any
     parts: tuple[tuple[Any, Any], ...]
+    winograd: KernelKey | None
+
+
+class ProductWeight:
+    """A weight, packed for each kernel when it first runs."""
+
+    def __init__(self, runner: ProductRunner, weight: np.ndarray) -> None:
+        self.runner, self.weight = runner, weight
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The weight as (groups, outputs of a group, K)."""
+        return self.runner.layout.to_rows(self.weight)
+
+    @cached_property
+    def gathered(self) -> Any:
+        """The tensor for the kernel of any shape."""
+        return view_flat(self.runner.panels.pack(self.rows))
+
+    @cached_property
+    def transformed(self) -> Any:
+        """The tensor for Winograd's kernels."""
+        spec, isa = self.runner.layout.spec, self.runner.kernels.isa
+        return view_flat(pack_winograd(self.rows, spec, isa).expand())
 
 
 class ProductRunner:
@@ -200,6 +233,7 @@ class ProductRunner:
 
     Attributes:
         key: The kernel, which depends on the number of outputs only.
+        is_exact: Whether all sums are integers, which Winograd's transforms would round.
     """
 
     def __init__(
@@ -208,8 +242,11 @@ class ProductRunner:
         layout: Convolution | Matmul,
         kernels: KernelCache,
         bounds: tuple[float | None, float | None] = (None, None),
+        *,
+        is_exact: bool = False,
     ) -> None:
         self.name, self.layout, self.kernels = name, layout, kernels
+        self.bounds, self.is_exact = bounds, is_exact
         spec, isa = layout.spec, kernels.isa
         self.panels: GatheredDepthwise | GatheredProduct
         if spec.is_depthwise:
@@ -233,14 +270,14 @@ class ProductRunner:
         """The compiled kernel."""
         return self.kernels.get(self.key)
 
-    def pack(self, rows: np.ndarray) -> Any:
-        """Return a weight (groups, outputs of a group, K) as the tensor that the kernel reads."""
-        return view_flat(self.panels.pack(rows))
-
     def multiply(
-        self, x: np.ndarray, weight: Any, bias: Any = None, residual: np.ndarray | None = None
+        self,
+        x: np.ndarray,
+        weight: ProductWeight,
+        bias: Any = None,
+        residual: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Multiply data by a packed weight, add tensor and array, and clip."""
+        """Multiply data by a weight, add tensor and array, and clip."""
         call = self.calls.get(x.shape)
         if call is None:
             if len(self.calls) == MOST_SHAPES:
@@ -249,12 +286,16 @@ class ProductRunner:
         y = empty_aligned(call.out_shape, "float32")
         if not y.size or not x.size:
             return y
-        kernel, result = self.kernel, view_aligned(y.reshape(-1))
         data = view_flat(pad_images(x.reshape(call.data_view), call.spec))
-        bias = self.no_bias if bias is None else bias
+        result, bias = view_aligned(y.reshape(-1)), self.no_bias if bias is None else bias
         added = result if residual is None else view_flat(residual)
+        if call.winograd is not None:
+            operands = [data, weight.transformed, bias, *([] if residual is None else [added])]
+            self.kernels.get(call.winograd)(*operands, result)
+            return y
+        kernel, packed = self.kernel, weight.gathered
         for rows, sizes in call.parts:
-            kernel(data, rows, call.steps, weight, bias, added, result, self.starts, self.origins,
+            kernel(data, rows, call.steps, packed, bias, added, result, self.starts, self.origins,
                    sizes, self.limits)  # fmt: skip
         return y
 
@@ -280,7 +321,25 @@ class ProductRunner:
             self.layout.out_shape(sizes, spec),
             view_flat(windows.steps),
             tuple((view_flat(rows), view_flat(extents.array)) for rows, extents in parts),
+            self.plan_winograd(images, spec, has_residual),
         )
+
+    def plan_winograd(self, images: int, spec: FloatConv2d, has_residual: bool) -> KernelKey | None:
+        """Choose Winograd's kernel for padded images, if that is worth compiling."""
+        (height, width), (low, high) = spec.padded_size, self.bounds
+        epilogue = FloatEpilogue(bias=True, residual=has_residual, low=low, high=high)
+        padded = replace(
+            spec,
+            batch=images,
+            height=height,
+            width=width,
+            padding=(0, 0, 0, 0),
+            epilogue=epilogue,
+        )
+        if self.is_exact or count_macs(padded) < SHAPED_MACS:
+            return None
+        is_faster = prefers_winograd(padded, self.kernels.isa)
+        return KernelKey(make_winograd, padded) if is_faster else None
 
 
 class ProductStep:
@@ -321,9 +380,9 @@ class ProductStep:
         """Return the bias as a tensor."""
         return view_flat(np.broadcast_to(bias.reshape(-1), (self.layout.channels,)))
 
-    def pack(self, weight: np.ndarray) -> Any:
-        """Return the packed weight as a tensor."""
-        return self.product.pack(self.layout.to_rows(weight))
+    def pack(self, weight: np.ndarray) -> ProductWeight:
+        """Return the weight for the kernels."""
+        return ProductWeight(self.product, weight)
 
 
 class IntegerProductStep:
@@ -347,14 +406,14 @@ class IntegerProductStep:
     ) -> None:
         self.layout, self.result, self.data = layout, result, data
         self.zero_point, self.dtype = np.float32(zero_point), dtype
-        self.product = ProductRunner(result.name, layout, kernels)
-        self.packed = self.product.pack(layout.to_rows(weight))
+        self.product = ProductRunner(result.name, layout, kernels, is_exact=True)
+        self.weight = ProductWeight(self.product, weight)
 
     def run(self, frame: Frame) -> None:
         """Compute the sums."""
         x = self.layout.to_kernel(self.data.read(frame)).astype("float32")
         x -= self.zero_point
-        y = self.product.multiply(x, self.packed).astype("int32").astype(self.dtype, copy=False)
+        y = self.product.multiply(x, self.weight).astype("int32").astype(self.dtype, copy=False)
         frame.values[self.result] = self.layout.from_kernel(y)
 
 

@@ -19,7 +19,7 @@ from relayquant.base.runtime import find_memory_axes
 from relayquant.codegen.eager import EagerModule, kernel_cache
 from relayquant.codegen.eager.kernel_cache import KernelCache, host_kernels
 from relayquant.codegen.eager.plan import Planner
-from relayquant.codegen.eager.product import ProductStep
+from relayquant.codegen.eager.product import IntegerProductStep, ProductStep
 from relayquant.codegen.eager.rounding import RoundingStep
 from relayquant.ir.dialect import qnn as ir
 from relayquant.ir.reference import qnn, run
@@ -234,6 +234,43 @@ def test_weight_and_bias__changed_in_place(change, channels):
         CHANGES[change](changed)
         (found,) = module.run("main", [x, w, b])
         np.testing.assert_allclose(found, run(mod, [x, w, b])[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_large_images__run_on_a_kernel_for_their_shape(monkeypatch, n):
+    """With every operand of the epilogue; other kernels, strides and few multiply-adds do not."""
+    monkeypatch.setattr("relayquant.codegen.eager.product.SHAPED_MACS", 12 * 18 * 32 * 32 * 9)
+
+    def body(emit, x):
+        y = emit("sum", op.add(emit.conv_bias("a", x, 32), x))
+        y = emit("clipped", op.clip(y, 0, 6))
+        y = emit("small", op.nn.conv2d(y, emit.constant(32, 32, 1, 1)))
+        y = emit("half", op.nn.conv2d(y, emit.constant(32, 32, 3, 3), strides=2))
+        return emit("last", op.nn.conv2d(y, emit.constant(32, 32, 3, 3)))
+
+    mod = build_model(body, (n, 32, 12, 18))
+    module, (x,) = EagerModule(mod), draw(mod, n)
+    for _ in range(2):
+        (have,), (want,) = module.run("main", [x]), run(mod, [x])
+        assert np.abs(have - want).max() < 1e-5 * np.abs(want).max()
+    calls = [[*step.product.calls.values()] for step in steps_of(module, ProductStep)]
+    assert [call.winograd is not None for (call,) in calls] == [True, False, False, False]
+
+
+def test_large_images__of_integers_stay_exact(monkeypatch):
+    monkeypatch.setattr("relayquant.codegen.eager.product.SHAPED_MACS", 0)
+    rng = np.random.default_rng(0)
+    x, weight = (
+        rng.integers(-128, 128, s).astype("int8") for s in ((1, 32, 20, 18), (32, 32, 3, 3))
+    )
+
+    def body(emit, x):
+        return emit("y", ir.conv2d(x, relax.const(weight), 0, 0, 1.0, 1.0))
+
+    mod = build_model(body, x.shape, dtype="int8")
+    module = EagerModule(mod)
+    np.testing.assert_array_equal(module.run("main", [x])[0], run(mod, [x])[0])
+    assert len(steps_of(module, IntegerProductStep)) == 1
 
 
 def test_errors__are_those_of_the_reference():
