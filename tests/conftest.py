@@ -47,6 +47,22 @@ sys.dont_write_bytecode = False
 
 #: So many slow instances of a test are many, of which one in RARE runs.
 MANY, RARE = 6, 8
+#: Tests in these folders and modules compile or quantize. One in so many instances of a test runs
+#: every time.
+COSTLY = (
+    "analysis",
+    "arm",
+    "codegen",
+    "flow",
+    "formats",
+    "models",
+    "plots",
+    "stages",
+    "test_docs.py",
+)
+QUICK_SHARE = 5
+#: Marks instances that are slow for that reason alone: `.ci/run` takes all of them.
+IS_LEFT_OUT = pytest.StashKey[bool]()
 #: Steps of this size spread evenly however often a parameter of a test repeats (the golden ratio).
 SPREAD = (5**0.5 - 1) / 2
 
@@ -99,8 +115,10 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pycollect_makeitem():
-    """Mark as slow all but one in n instances of a test that is marked `sample(n)`."""
+def pytest_pycollect_makeitem(collector):
+    """Mark as slow all but one in n instances of a test that is marked `sample(n)`, and of those
+    that are left in `COSTLY` places all but one in `QUICK_SHARE`.
+    """
     made = yield
     items = made if isinstance(made, list) else []
     marked = [item for item in items if item.get_closest_marker("sample")]
@@ -108,7 +126,18 @@ def pytest_pycollect_makeitem():
         (step,) = item.get_closest_marker("sample").args
         if not is_chosen(at, step):
             item.add_marker("slow")
+    if is_costly(collector.path):
+        quick = [item for item in items if not item.get_closest_marker("slow")]
+        for at, item in enumerate(quick):
+            if not is_chosen(at, QUICK_SHARE):
+                item.add_marker("slow")
+                item.stash[IS_LEFT_OUT] = True
     return made
+
+
+def is_costly(path: Path) -> bool:
+    """Whether the tests of a module are in `COSTLY` places."""
+    return path.relative_to(Path(__file__).parent).parts[0] in COSTLY
 
 
 def is_chosen(at: int, count: int) -> bool:
@@ -121,7 +150,7 @@ def pytest_collection_modifyitems(items):
     """Of a test with many slow instances `.ci/run` takes an eighth, `-m nightly` the others."""
     slow = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow") and IS_LEFT_OUT not in item.stash:
             slow[item.nodeid.partition("[")[0]].append(item)
     for instances in slow.values():
         for at, item in enumerate(instances if len(instances) >= MANY else []):

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import conftest
 import pytest
 
 
@@ -20,3 +21,26 @@ def test_until__tests_that_would_begin_later_are_skipped_and_counted(seconds, ou
     assert run.returncode == 0, run.stdout
     assert outcome in run.stdout
     assert ("1 tests did not run: no time left" in run.stdout) is (seconds < 0)
+
+
+@pytest.mark.parametrize("share", [2, 3, 5, 8])
+def test_is_chosen__one_in_so_many_and_the_first(share):
+    chosen = [at for at in range(240) if conftest.is_chosen(at, share)]
+    assert chosen[0] == 0
+    assert abs(len(chosen) - 240 / share) <= 2
+
+
+@pytest.mark.slow
+def test_instances__quick_ones_and_slow_ones_are_all():
+    """In a costly place one in five is quick, and the slow run takes the others, not an eighth."""
+
+    def count(marker: str) -> int:
+        options = ["-q", "-p", "no:cacheprovider", "--collect-only", "-o", "addopts=", "-m", marker]
+        command = [sys.executable, "-m", "pytest", *options, f"{test}::test_row_norm__of_a_sum"]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        return run.stdout.count("::test_row_norm__of_a_sum[")
+
+    test = Path(__file__).parent / "codegen/kernels/test_row_norm.py"
+    instances = count("slow or not slow")
+    assert 0 < count("not slow") < instances / 3
+    assert count("not slow") + count("slow and not nightly") == instances

@@ -340,6 +340,7 @@ def list_dead_links(site: Path) -> list[str]:
     return dead
 
 
+@pytest.mark.slow
 def test_rooms__are_drawn_from_the_imports():
     """`python docs/rooms.py` writes the picture and the table anew."""
     rooms = load_script("rooms")

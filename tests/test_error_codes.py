@@ -133,6 +133,7 @@ def is_variable(function: ast.expr) -> bool:
     return name[:1].islower() and name not in find_definitions() and not hasattr(builtins, name)
 
 
+@pytest.mark.slow
 def test_sites__are_all_found():
     """Of every kind: a class, a subclass of one, a class that is an argument, a warning."""
     kinds, classes = {site.kind for site in list_sites()}, set(find_classes())

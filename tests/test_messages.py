@@ -73,6 +73,7 @@ def may_be_count(value: ast.FormattedValue) -> bool:
     return value.conversion == -1 and re.fullmatch(r"[<>^]?\d*[,_]?[dn]?", style) is not None
 
 
+@pytest.mark.slow
 def test_messages__what_is_counted_has_its_number():
     """In every f-string: a plural behind a value is written by `format_count`."""
     found = {
@@ -102,6 +103,7 @@ def test_find_plurals(source, found):
     assert list(find_plurals(source)) == found
 
 
+@pytest.mark.slow
 def test_messages__a_verb_agrees_with_its_count():
     """No message goes on with a verb of the plural: "1 operator are"."""
     wrong = re.compile(r" (are|were|have|do|differ|decide|overflow|that have)\b")

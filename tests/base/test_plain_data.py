@@ -170,6 +170,7 @@ OWN_FORMS = {
 }
 
 
+@pytest.mark.slow
 def test_sources__no_form_is_written_by_hand():
     package = Path(rq.__file__).parent
     found = {

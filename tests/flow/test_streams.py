@@ -236,6 +236,7 @@ def test_quantize__what_follows_says_how_far(quantized):
     assert "at the end of sequences" in str(guard)
 
 
+@pytest.mark.slow
 def test_compare__looks_at_the_end_of_sequences(quantized):
     mod, qmod = quantized
     report = rq.compare(mod, None, qmod, [rq.SampleSequence(draw_rows(20))])

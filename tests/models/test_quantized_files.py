@@ -73,6 +73,7 @@ def quantize_static(model, path, batches: list[np.ndarray], form: str):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("form", ["QDQ", "QOperator"])
 def test_import__has_onnxruntimes_answers(form, dscnn, tmp_path):

@@ -63,6 +63,7 @@ def test_report__names_are_text_only(elements, report):
     assert "<b>hostile" not in report.html
 
 
+@pytest.mark.slow
 def test_report__needs_nothing_else(elements, report):
     addresses = [
         value

@@ -111,6 +111,7 @@ def test_find_large_constants__has_those_that_are_expanded(kind, modules):
     assert sum(isinstance(each, Expanded) for each in constants) == LAYERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_library__expands_to_the_bits_in_memory(kind, folder):
     array, expected = (np.load(folder / f"{name}.npy") for name in ("input", kind))

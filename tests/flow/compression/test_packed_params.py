@@ -139,6 +139,7 @@ def test_packed__refuses_values_in_another_order(packed):
         rq.compress_weights(mod, params[:-1])
 
 
+@pytest.mark.slow
 def test_data__refuses_a_function_with_a_paged_cache(packed):
     x = np.zeros((1, 3, WIDTH), "float32")
     with pytest.raises(ConfigError, match="'cache' of function 'prefill' is not a tensor"):

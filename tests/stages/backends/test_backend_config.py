@@ -234,6 +234,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("case", CASES)
 def test_backend__whole_model(case):

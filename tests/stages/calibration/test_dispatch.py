@@ -66,6 +66,7 @@ def test_processes__give_the_same_bytes(pool, tmp_path, options):
     assert calibrated(tmp_path / "there", workers=pool, **options) == want
 
 
+@pytest.mark.slow
 def test_processes__with_a_checkpoint_and_a_callable(pool, tmp_path):
     def pick(info, samples):
         low, high = min(a.min() for a in samples), max(a.max() for a in samples)
