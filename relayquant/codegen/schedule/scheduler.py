@@ -12,9 +12,9 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.ir import TensorLoad
 from tvm.target import Target
-from tvm.target.codegen import llvm_get_vector_width
 
 from relayquant.codegen.kernels.emit import LEAST_EXTENT, ceil_div
+from relayquant.codegen.kernels.isa.target import read_vector_bits
 from relayquant.codegen.schedule.block_analysis import (
     SPATIAL,
     BlockInfo,
@@ -58,7 +58,7 @@ class FunctionScheduler:
 
     def __init__(self, schedule: s_tir.Schedule, target: Target) -> None:
         self.sch = schedule
-        self.bits = max(llvm_get_vector_width(target), 128) if target.kind.name == "llvm" else 128
+        self.bits = max(read_vector_bits(target), 128) if target.kind.name == "llvm" else 128
         self.registers = TILE_REGISTERS.get(self.bits, 8)
 
     def run(self) -> None:

@@ -10,24 +10,33 @@ from float_models import build_model, draw_batches
 from hosts import HOSTS, SAPPHIRE, HostCpu, on_x86
 from tvm import relax
 from tvm.target import Target
-from tvm.target.codegen import llvm_get_cpu_features
+from tvm.target.codegen import (
+    llvm_cpu_has_features,
+    llvm_get_cpu_features,
+    llvm_get_vector_width,
+)
 
 import relayquant as rq
 from relayquant.codegen.kernels.isa import target as target_module
+from relayquant.codegen.kernels.isa.arm import AARCH64_ISAS, ARM32_ISAS
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import (
     NEUTRAL_TIMING,
     ON_REQUEST,
+    ask_features,
     ask_host,
+    has_feature,
     host_config,
     list_differences,
     name_cpu,
     name_host,
     parse_target,
     read_features,
+    read_vector_bits,
     resolve_target,
 )
 from relayquant.codegen.kernels.isa.timing import COMMON, ZEN4, ZEN5
+from relayquant.codegen.kernels.isa.x86 import X86_ISAS
 from relayquant.errors import ConfigError
 
 
@@ -330,3 +339,29 @@ def test_compile__sums_stay_in_registers(cpu):
     spilled = [line for line in lines if re.search(r"[yz]mm.*\(%rsp|\(%rsp.*[yz]mm", line)]
     assert len(products) >= 12
     assert len(spilled) < len(products) / 2
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"kind": "llvm"},
+        {"kind": "c"},
+        {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "sapphirerapids"},
+        {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "znver5", "vector-width": 256},
+        {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mattr": ["+avx512f", "-avx2"]},
+        {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-v1"},
+        {"kind": "llvm", "mtriple": "armv7a-linux-gnueabihf", "mattr": ["+neon"]},
+    ],
+    ids=str,
+)
+def test_answers__of_llvm_are_kept_as_llvm_gives_them(config):
+    target = Target(config)
+    asked = {feature for isa in (*X86_ISAS, *AARCH64_ISAS, *ARM32_ISAS) for feature in isa.features}
+    for feature in sorted(asked | {"avx", "avx2", "f16c", "neon", "sse4a", "bf16"}):
+        assert has_feature(feature, target) == llvm_cpu_has_features(feature, target), feature
+    assert read_features(target) == set(map(str, llvm_get_cpu_features(target)))
+    if target.kind.name == "llvm":
+        assert read_vector_bits(target) == llvm_get_vector_width(target)
+    before = ask_features.cache_info().misses
+    assert read_features(Target(config)) == read_features(target)
+    assert ask_features.cache_info().misses == before

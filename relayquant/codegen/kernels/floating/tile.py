@@ -18,7 +18,6 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
-from tvm.target.codegen import llvm_cpu_has_features
 from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.emit import (
@@ -36,7 +35,7 @@ from relayquant.codegen.kernels.emit import (
 from relayquant.codegen.kernels.floating.curve import Curve
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
 from relayquant.codegen.kernels.isa.caches import COMMON_CACHES, Caches, find_caches
-from relayquant.codegen.kernels.isa.target import Architecture, find_architecture
+from relayquant.codegen.kernels.isa.target import Architecture, find_architecture, has_feature
 
 #: Fewest output channels of a product for which vectors are worthwhile.
 FEWEST_CHANNELS = 2
@@ -97,11 +96,11 @@ def choose_float_isa(target: Target) -> FloatIsa:
     """Choose the widest float vectors of `target`. This machine does not matter."""
     if target.kind.name == "llvm":
         half = has_half(target)
-        if llvm_cpu_has_features("avx512f", target):
+        if has_feature("avx512f", target):
             return FloatIsa(16, 28, half=half, caches=find_caches(target))
-        if llvm_cpu_has_features("avx2", target) or llvm_cpu_has_features("avx", target):
+        if has_feature("avx2", target) or has_feature("avx", target):
             return FloatIsa(8, 12, half=half)
-        if llvm_cpu_has_features("neon", target):
+        if has_feature("neon", target):
             return FloatIsa(4, 24, half=half, addresses=12)
     return FloatIsa(4, 12)
 
@@ -110,7 +109,7 @@ def has_half(target: Target) -> bool:
     """Whether a CPU has instructions between vectors of float16 and float32."""
     architecture = find_architecture(target)
     if architecture is Architecture.X86:
-        return bool(llvm_cpu_has_features("f16c", target))
+        return has_feature("f16c", target)
     return architecture is Architecture.AARCH64
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tvm.target import Target
-from tvm.target.codegen import llvm_cpu_has_features
 
-from relayquant.codegen.kernels.isa.target import Architecture, find_architecture
+from relayquant.codegen.kernels.isa.target import Architecture, find_architecture, has_feature
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def find_caches(target: Target) -> Caches:
     if find_architecture(target) is not Architecture.X86:
         return COMMON_CACHES
     for features, missing, caches in CACHES:
-        has = all(llvm_cpu_has_features(feature, target) for feature in features)
-        if has and not any(llvm_cpu_has_features(feature, target) for feature in missing):
+        has = all(has_feature(feature, target) for feature in features)
+        if has and not any(has_feature(feature, target) for feature in missing):
             return caches
     return COMMON_CACHES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tvm.target import Target
-from tvm.target.codegen import llvm_cpu_has_features
 
 from relayquant.codegen.kernels.integer.lookup import AARCH64_SHUFFLES, X86_SHUFFLES, ByteShuffle
 from relayquant.codegen.kernels.isa.arm import AARCH64_ISAS, ARM32_ISAS
@@ -14,6 +13,7 @@ from relayquant.codegen.kernels.isa.target import (
     ARCHITECTURES_64,
     Architecture,
     find_architecture,
+    has_feature,
     read_triple,
 )
 from relayquant.codegen.kernels.isa.timing import BF16_TIMINGS, TIMINGS, Timings
@@ -54,7 +54,7 @@ def has_isa(isa: Isa | ByteShuffle, target: Target) -> bool:
         architecture, *system = read_triple(target).split("-")
         if architecture not in ARCHITECTURES_64 or "linux" not in system:
             return False
-    return all(llvm_cpu_has_features(feature, target) for feature in isa.features)
+    return all(has_feature(feature, target) for feature in isa.features)
 
 
 def select_isa(target: Target) -> Isa:
@@ -97,7 +97,7 @@ def time_isa(isa: IsaT, target: Target, timings: Timings) -> IsaT:
     if find_architecture(target) is not Architecture.X86:
         return isa
     for features, timing in timings:
-        if all(llvm_cpu_has_features(feature, target) for feature in features):
+        if all(has_feature(feature, target) for feature in features):
             return isa.with_timing(timing)
     return isa
 

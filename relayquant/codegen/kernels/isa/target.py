@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tvm.target.codegen import (
     llvm_get_system_cpu,
     llvm_get_system_triple,
     llvm_get_targets,
+    llvm_get_vector_width,
     llvm_is_valid_cpu,
 )
 
@@ -131,8 +133,10 @@ def check_target(target: Target, text: str) -> None:
         return
     attrs = target.attrs
     triple = read_triple(target)
-    name, known = triple.split("-")[0].lower(), [str(known) for known in llvm_get_targets()]
-    if find_architecture(target) is Architecture.OTHER and name not in known:
+    name = triple.split("-")[0].lower()
+    is_other = find_architecture(target) is Architecture.OTHER
+    known = [str(known) for known in llvm_get_targets()] if is_other else []
+    if is_other and name not in known:
         raise ConfigError(
             f"target {text}: LLVM knows no architecture {name!r} (mtriple {triple!r}). "
             f"{suggest_name(name, known)}",
@@ -190,11 +194,55 @@ def is_instruction(feature: str) -> bool:
     return not (TUNING.fullmatch(feature) or ON_REQUEST.fullmatch(feature))
 
 
-def read_features(target: Target) -> set[str]:
-    """Return LLVM's names of all features that a target's CPU, `mattr` and triple imply."""
-    return {str(name) for name in llvm_get_cpu_features(target)}
+@functools.lru_cache(maxsize=16)  # by object: to read the options takes longer than to look up
+def read_features(target: Target) -> Set[str]:
+    """Return LLVM's names of all features that a target's CPU, `mattr` and triple imply.
+
+    A target of another kind than "llvm" has none.
+    """
+    if target.kind.name != "llvm":
+        return frozenset()
+    return ask_features(*read_llvm_options(target))
 
 
+def has_feature(feature: str, target: Target) -> bool:
+    """Whether a target's CPU, `mattr` and triple imply the feature with LLVM's name `feature`."""
+    return feature in read_features(target)
+
+
+def read_vector_bits(target: Target) -> int:
+    """Return the width in bits of the widest vectors that LLVM uses on a target of kind "llvm"."""
+    return ask_vector_bits(*read_llvm_options(target), target.attrs.get("vector-width"))
+
+
+def read_llvm_options(target: Target) -> tuple[str, str, tuple[str, ...]]:
+    """Return the triple, CPU and features of a target: all that its instructions follow from."""
+    return read_triple(target), read_cpu(target), tuple(map(str, target.attrs.get("mattr") or ()))
+
+
+@functools.cache
+def ask_features(triple: str, cpu: str, mattr: tuple[str, ...]) -> frozenset[str]:
+    """Ask LLVM what `read_features` returns.
+
+    LLVM makes its description of a CPU anew for each question, 0.2 ms. A compilation asks hundreds.
+    """
+    return frozenset(map(str, llvm_get_cpu_features(make_llvm_target(triple, cpu, mattr))))
+
+
+@functools.cache
+def ask_vector_bits(triple: str, cpu: str, mattr: tuple[str, ...], width: int | None) -> int:
+    """Ask LLVM what `read_vector_bits` returns. `width` is what the target says itself, or None."""
+    named = {} if width is None else {"vector-width": width}
+    return int(llvm_get_vector_width(make_llvm_target(triple, cpu, mattr, **named)))
+
+
+def make_llvm_target(triple: str, cpu: str, mattr: tuple[str, ...], **options: int) -> Target:
+    """Make a target with these options."""
+    config = {"kind": "llvm", "mtriple": triple, "mcpu": cpu, "mattr": [*mattr], **options}
+    return Target(config)
+
+
+@functools.cache
 def ask_host() -> tuple[str, dict[str, bool]]:
     """Ask LLVM for the name of this machine's CPU, and whether the machine has each feature.
 
