@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import conftest
 import pytest
 
 
@@ -21,13 +20,6 @@ def test_until__tests_that_would_begin_later_are_skipped_and_counted(seconds, ou
     assert run.returncode == 0, run.stdout
     assert outcome in run.stdout
     assert ("1 tests did not run: no time left" in run.stdout) is (seconds < 0)
-
-
-@pytest.mark.parametrize("share", [2, 3, 5, 8])
-def test_is_chosen__one_in_so_many_and_the_first(share):
-    chosen = [at for at in range(240) if conftest.is_chosen(at, share)]
-    assert chosen[0] == 0
-    assert abs(len(chosen) - 240 / share) <= 2
 
 
 @pytest.mark.slow
