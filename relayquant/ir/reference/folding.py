@@ -22,6 +22,9 @@ Array = np.ndarray[Any, Any]
 #: A result with more elements than this and than its operands stays an operator.
 MAX_GROWTH = 2**20
 
+#: Integers of less than a byte.
+PACKED = ("int4", "uint4")
+
 #: Prefixes of operators that are more than their result, or have another each time.
 EFFECTS = ("relax.call_p", "relax.call_dps", "relax.call_inplace", "relax.random", "relax.print")
 
@@ -53,6 +56,8 @@ def compute_constant(call: Call, mod: tvm.IRModule | None = None) -> Array | str
     size = int(np.prod(shape, dtype="int64"))
     if size > MAX_GROWTH and size > sum(array.size for array in arrays):
         return "the constant would be large"
+    if tensor_dtype(call) in PACKED:
+        return "numpy has no arrays of the result's type"
     if name == "relax.astype" and not can_hold(tensor_dtype(call), arrays[0]):
         return "an integer of a float that no integer represents, which is left to the target"
     frame = Frame(mod or tvm.IRModule())

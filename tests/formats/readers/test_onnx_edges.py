@@ -9,6 +9,7 @@ import onnx
 import pytest
 import tvm
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 from onnx_node_cases import TARGET
 from onnx_runtime import run_onnxruntime
 from tvm import relax
@@ -138,6 +139,36 @@ def test_roi_align__of_regions_without_size(attributes):
     form = {"output_height": 2, "output_width": 3, **attributes}
     inputs = [draw((1, 2, 4, 4), FLOAT), REGIONS, np.zeros(len(REGIONS), "int64")]
     check_as_runtime(make_model("RoiAlign", inputs, form, opset=16), inputs)
+
+
+@pytest.mark.parametrize("ratio", [0, 2])
+def test_roi_align__of_halves(ratio):
+    """The evaluator computes it in float32, ONNX Runtime has it in no narrower type."""
+    arrays = [draw((1, 2, 8, 8), HALF), np.array([[1, 1, 6, 7]], HALF), np.zeros(1, "int64")]
+    attributes = {"output_height": 2, "output_width": 2, "sampling_ratio": ratio}
+    mod, _ = rq.load(make_model("RoiAlign", arrays, attributes))
+    wide = [array.astype("float32") if array.dtype == HALF else array for array in arrays]
+    data = {f"i{at}": array for at, array in enumerate(wide)}
+    (want,) = run_onnxruntime(make_model("RoiAlign", wide, attributes), data, rewrites=False)
+    (found,) = rq.Executor(rq.compile(mod, TARGET)).run("main", arrays)
+    assert found.dtype == HALF
+    np.testing.assert_allclose(found, want, rtol=1e-3, atol=1e-3)
+
+
+def test_batch_norm__running_statistics_keep_their_type():
+    arrays = [draw((2, 3, 4), FLOAT), *(np.abs(draw((3,), HALF)) for _ in range(4))]
+    model = make_model("BatchNormalization", arrays, {"training_mode": 1})
+    model.graph.node[0].output.extend(["mean", "variance"])
+    model.graph.output.extend(
+        helper.make_tensor_value_info(name, TensorProto.FLOAT16, [3])
+        for name in ("mean", "variance")
+    )
+    found = rq.reference.run(rq.load(model)[0], arrays)
+    data = {f"i{at}": array for at, array in enumerate(arrays)}
+    want = ReferenceEvaluator(model).run(None, data)
+    assert [array.dtype for array in found] == [FLOAT, HALF, HALF]
+    for have, right in zip(found, want, strict=True):
+        np.testing.assert_allclose(have, right, rtol=1e-3, atol=1e-3)
 
 
 def test_conv_integer__wider_than_its_data_refused():

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from float_models import as_main
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
+
+import relayquant as rq
+from relayquant.stages.preparation import prepare_module
 
 RNG = np.random.default_rng(0)
 
@@ -145,3 +149,16 @@ def test_constant_output__keeps_its_name(check_same_numbers):
     prepared = check_same_numbers(Before, np.ones(1, "float32"))
     names = {binding.var.name for binding in prepared["main"].body.blocks[0].bindings}
     assert names == {"y", "z"}
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+def test_cast__of_a_constant_to_less_than_a_byte(dtype):
+    """numpy has no such arrays: the operator stays, and is compiled."""
+    numbers = relax.const(np.float32([1.5, 2.2, 3, 7]))
+
+    @as_main
+    def mod(x: R.Tensor((4,), "float32")):
+        return R.add(x, R.astype(R.astype(numbers, dtype), "float32"))
+
+    (found,) = rq.Executor(rq.compile(prepare_module(mod))).run("main", [np.zeros(4, "float32")])
+    np.testing.assert_array_equal(found, [1, 2, 3, 7])

@@ -6,6 +6,7 @@ cases are written as reductions. Each function is a `Convert`, as `conversion` s
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -187,7 +188,7 @@ def convert_batch_normalization(
     TVM's momentum is the weight of the batch, ONNX's is the weight of the running statistics.
     Since opset 15, scale and statistics may have types of their own: narrower ones are widened.
     """
-    dtype = tensor_dtype(inputs[0])
+    dtype, given = tensor_dtype(inputs[0]), [tensor_dtype(value) for value in inputs]
     if dtype in ("float32", "float64"):
         inputs = [
             bb.normalize(relax.op.astype(value, dtype)) if tensor_dtype(value) != dtype else value
@@ -197,5 +198,6 @@ def convert_batch_normalization(
     attrs = {**attrs, "momentum": 1.0 - float(attrs.get("momentum", 0.9))}
     result = convert(bb, inputs, attrs, [{}, {}])
     if attrs.get("training_mode", 0):
-        return result
+        y, *running = (bb.emit(field) for field in result.fields)
+        return relax.Tuple([y, *map(partial(_narrow, bb), running, given[3:])])
     return relax.Tuple([result.fields[0], *[NOT_COMPUTED] * (len(result.fields) - 1)])
