@@ -116,8 +116,8 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector):
-    """Mark as slow all but one in n instances of a test that is marked `sample(n)`, and of those
-    that are left in `COSTLY` places all but one in `QUICK_SHARE`.
+    """Mark instances of a test as slow: with the mark `sample(n)` all but one in n. In `COSTLY`
+    places one in `QUICK_SHARE` of the others stays quick.
     """
     made = yield
     items = made if isinstance(made, list) else []

@@ -77,6 +77,7 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
     "relax.std": MEANS,
     "relax.sum": WIDE_SUMS,
     "relax.variance": MEANS,
+    "relax.vision.roi_align": HALVES,  # of which TVM returns float32
 }
 
 

@@ -469,8 +469,8 @@ def test_revert__twice_as_many_more_go_while_the_outputs_part(revert, needed):
     wanted = next((step for step in steps if len(step) >= needed), ORDER)
     count = steps.index(wanted) + 1
     assert tried[:count] == steps[:count]
-    # None of those that went so can be spared, and not all are tried: half of them at a time, and
-    # nothing twice (of 11, the half of 6 would be the step before).
+    # All are needed, so each trial fails, and the next one spares half as many. What was tried
+    # before is left out: of 11, the half of 6 is the step before.
     halves = {1: [], 9: [4, 2, 1, 1], 12: [6, 2, 1, 1], 99: []}[needed]
     assert [len(wanted) - len(fewer) for fewer in tried[count:]] == halves
     assert all("o8" in fewer for fewer in tried), "what the simulation named stays"

@@ -194,15 +194,18 @@ def is_instruction(feature: str) -> bool:
     return not (TUNING.fullmatch(feature) or ON_REQUEST.fullmatch(feature))
 
 
-@functools.lru_cache(maxsize=16)  # by object: to read the options takes longer than to look up
-def read_features(target: Target) -> Set[str]:
-    """Return LLVM's names of all features that a target's CPU, `mattr` and triple imply.
+#: Targets whose answers are kept. LLVM describes a CPU anew for each question, which takes 0.2 ms,
+#: and a compilation asks hundreds of times for the same target.
+MOST_TARGETS = 16
 
-    A target of another kind than "llvm" has none.
+
+@functools.lru_cache(MOST_TARGETS)
+def read_features(target: Target) -> Set[str]:
+    """Return LLVM's names of all features that a target's CPU, `mattr` and triple imply: none for
+    a target of another kind than "llvm".
     """
-    if target.kind.name != "llvm":
-        return frozenset()
-    return ask_features(*read_llvm_options(target))
+    is_llvm = target.kind.name == "llvm"
+    return frozenset(map(str, llvm_get_cpu_features(target))) if is_llvm else frozenset()
 
 
 def has_feature(feature: str, target: Target) -> bool:
@@ -210,39 +213,12 @@ def has_feature(feature: str, target: Target) -> bool:
     return feature in read_features(target)
 
 
+@functools.lru_cache(MOST_TARGETS)
 def read_vector_bits(target: Target) -> int:
     """Return the width in bits of the widest vectors that LLVM uses on a target of kind "llvm"."""
-    return ask_vector_bits(*read_llvm_options(target), target.attrs.get("vector-width"))
+    return int(llvm_get_vector_width(target))
 
 
-def read_llvm_options(target: Target) -> tuple[str, str, tuple[str, ...]]:
-    """Return the triple, CPU and features of a target: all that its instructions follow from."""
-    return read_triple(target), read_cpu(target), tuple(map(str, target.attrs.get("mattr") or ()))
-
-
-@functools.cache
-def ask_features(triple: str, cpu: str, mattr: tuple[str, ...]) -> frozenset[str]:
-    """Ask LLVM what `read_features` returns.
-
-    LLVM makes its description of a CPU anew for each question, 0.2 ms. A compilation asks hundreds.
-    """
-    return frozenset(map(str, llvm_get_cpu_features(make_llvm_target(triple, cpu, mattr))))
-
-
-@functools.cache
-def ask_vector_bits(triple: str, cpu: str, mattr: tuple[str, ...], width: int | None) -> int:
-    """Ask LLVM what `read_vector_bits` returns. `width` is what the target says itself, or None."""
-    named = {} if width is None else {"vector-width": width}
-    return int(llvm_get_vector_width(make_llvm_target(triple, cpu, mattr, **named)))
-
-
-def make_llvm_target(triple: str, cpu: str, mattr: tuple[str, ...], **options: int) -> Target:
-    """Make a target with these options."""
-    config = {"kind": "llvm", "mtriple": triple, "mcpu": cpu, "mattr": [*mattr], **options}
-    return Target(config)
-
-
-@functools.cache
 def ask_host() -> tuple[str, dict[str, bool]]:
     """Ask LLVM for the name of this machine's CPU, and whether the machine has each feature.
 

@@ -103,7 +103,7 @@ _RECURRENT = (
     *("clip", "direction", "hidden_size", "input_forget"),
 )
 _QUANTIZED = ("axis", "block_size", "output_dtype", "precision", "saturate")
-#: ONNX Runtime writes some of its own operators into the domain of ONNX.
+#: Domain of ONNX, in which ONNX Runtime also writes a few operators that ONNX does not have.
 RUNTIME = ""
 
 #: Known operators, by domain and type.

@@ -42,7 +42,7 @@ def convert_layer_normalization(
     mean = bb.emit(relax.op.mean(value, axes, keepdims=True))
     centered = bb.emit(relax.op.subtract(value, mean))
     inverse = _inverse_deviation(bb, centered, axes, attrs)
-    result = _narrow(bb, bb.emit(relax.op.multiply(centered, inverse)), dtype)
+    result = _cast(bb, bb.emit(relax.op.multiply(centered, inverse)), dtype)
     result = bb.emit(relax.op.multiply(result, scale))
     if bias is not None:
         result = bb.emit(relax.op.add(result, bias))
@@ -122,7 +122,7 @@ def convert_rms_normalization(
         return None
     value = _widen(bb, data, attrs)
     inverse = _inverse_deviation(bb, value, axes, attrs)
-    result = _narrow(bb, bb.emit(relax.op.multiply(value, inverse)), str(data.ty.dtype))
+    result = _cast(bb, bb.emit(relax.op.multiply(value, inverse)), str(data.ty.dtype))
     return relax.op.multiply(result, scale)
 
 
@@ -148,7 +148,7 @@ def _widen(bb: Builder, data: relax.Expr, attrs: dict[str, Any]) -> relax.Expr:
     return bb.emit(relax.op.astype(data, "float32"))
 
 
-def _narrow(bb: Builder, value: relax.Expr, dtype: str) -> relax.Expr:
+def _cast(bb: Builder, value: relax.Expr, dtype: str) -> relax.Expr:
     if str(value.ty.dtype) == dtype:
         return value
     return bb.emit(relax.op.astype(value, dtype))
@@ -186,18 +186,16 @@ def convert_batch_normalization(
     """Convert BatchNormalization. Only training computes the outputs after the first one.
 
     TVM's momentum is the weight of the batch, ONNX's is the weight of the running statistics.
-    Since opset 15, scale and statistics may have types of their own: narrower ones are widened.
+    Since opset 15, scale, bias and statistics may have other float types than the data. To data of
+    float32 or float64 they are cast, and results of training are cast back.
     """
-    dtype, given = tensor_dtype(inputs[0]), [tensor_dtype(value) for value in inputs]
+    dtype, *given = map(tensor_dtype, inputs)
     if dtype in ("float32", "float64"):
-        inputs = [
-            bb.normalize(relax.op.astype(value, dtype)) if tensor_dtype(value) != dtype else value
-            for value in inputs
-        ]
+        inputs = [_cast(bb, value, dtype) for value in inputs]
     convert = _tvm.load_onnx_frontend().BatchNormalization._impl_v15
     attrs = {**attrs, "momentum": 1.0 - float(attrs.get("momentum", 0.9))}
     result = convert(bb, inputs, attrs, [{}, {}])
     if attrs.get("training_mode", 0):
         y, *running = (bb.emit(field) for field in result.fields)
-        return relax.Tuple([y, *map(partial(_narrow, bb), running, given[3:])])
+        return relax.Tuple([y, *map(partial(_cast, bb), running, given[2:])])
     return relax.Tuple([result.fields[0], *[NOT_COMPUTED] * (len(result.fields) - 1)])

@@ -385,7 +385,7 @@ class RecurrentNode:
         return total, self.slice_gates(inner, 2, 3)
 
     def split_peepholes(self, peepholes: relax.Expr | None, at: int) -> tuple[relax.Expr, ...]:
-        """Return the peephole weights of input, output and forget gate; () if there are none."""
+        """Return the peephole weights of the input, output and forget gates, or an empty tuple."""
         if peepholes is None:
             return ()
         row = take_element(self.bb, peepholes, at, 0)

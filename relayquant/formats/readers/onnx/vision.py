@@ -11,7 +11,7 @@ from tvm import relax
 from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.sizes import emit_shape
 from relayquant.formats.readers.refusal import Refusal
-from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
+from relayquant.ir.rewrite.graph import constant_value
 
 
 def convert_space_to_depth(
@@ -47,9 +47,6 @@ def convert_roi_align(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -
     mode = attrs.get("mode", b"avg")
     if mode != b"avg":
         raise Refusal(f"mode is {mode.decode()!r}; supported: avg")
-    given = tensor_dtype(inputs[0])
-    if given == "float16":  # TVM computes it in float32, and calls the result float16
-        inputs = [*(bb.emit(relax.op.astype(each, "float32")) for each in inputs[:2]), inputs[2]]
     data, regions, images = inputs
     scale, dtype = float(attrs.get("spatial_scale", 1.0)), str(regions.ty.dtype)
     default = b"half_pixel" if opset >= 16 else b"output_half_pixel"
@@ -78,10 +75,10 @@ def convert_roi_align(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -
         samples,
         aligned=is_moved,
     )
-    if is_filled is not None:
-        mask = bb.emit(relax.op.expand_dims(is_filled, [2, 3]))
-        value = relax.op.where(mask, bb.emit(value), relax.const(0.0, dtype))
-    return relax.op.astype(bb.emit(value), given) if given == "float16" else value
+    if is_filled is None:
+        return value
+    mask = bb.emit(relax.op.expand_dims(is_filled, [2, 3]))
+    return relax.op.where(mask, bb.emit(value), relax.const(0.0, dtype))
 
 
 def convert_non_max_suppression(
