@@ -403,6 +403,17 @@ def view_constant(tensor: Any) -> np.ndarray:
     return array
 
 
+def freeze_array(array: np.ndarray) -> np.ndarray:
+    """Return a read-only array that owns its memory: the array itself if it is one, else a copy in
+    the same memory order. A read-only view is copied, since its memory may still be written to.
+    """
+    if array.flags.owndata and not array.flags.writeable:
+        return array
+    copy = array.copy(order="K")
+    copy.flags.writeable = False
+    return copy
+
+
 def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
     """Allocate an array that compiled code can read in place, see `view_tensor`."""
     size = math.prod(shape) * np.dtype(dtype).itemsize + ALIGNMENT

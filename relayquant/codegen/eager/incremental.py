@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
+from relayquant.base.runtime import freeze_array
 from relayquant.codegen.eager.module import Program, find_dead, run_steps
 from relayquant.codegen.eager.operand import find_static_type
 from relayquant.codegen.eager.plan import Step
@@ -131,6 +132,9 @@ class IncrementalFunction:
                 have.add(var)
         steps = select_steps(self.early, self.shared, have)
         run_steps(frame, steps, find_dead(steps, self.shared | frame.values.keys()))
+        for var in {step.var for step in steps} & self.shared:
+            if isinstance(frame.values[var], np.ndarray):  # late steps need not compare it
+                frame.values[var] = freeze_array(frame.values[var])
         if known:  # other values than the defaults, which `values` has
             self.latest.update((var, (arrays, frame.values[var])) for var, arrays in given.items())
         return frame.values

@@ -89,7 +89,8 @@ class Program:
     def bind(self, frame: Frame, param: relax.Var, value: Any) -> None:
         """Check an argument, and store it."""
         known = self.known[param]
-        if known is not None and known == (value.shape, value.dtype):
+        is_array = isinstance(value, np.ndarray)
+        if is_array and known is not None and known == (value.shape, value.dtype):
             frame.values[param] = value
         else:
             bind_input(frame, param, param.name, param.ty, value)

@@ -19,6 +19,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.base.runtime import freeze_array
 from relayquant.ir import reference
 from relayquant.ir.plan import SharedQParams
 from relayquant.ir.rewrite import Graph
@@ -92,7 +93,7 @@ class SplitGraph:
 
     def compute_constants(self, variables: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """Compute the rounded weights, once for all batches, from the values of all graph
-        variables. They are read-only, so that `codegen.eager` need not compare them in each call.
+        variables. They are frozen, so that `codegen.eager` need not compare them in each call.
         """
         subgraph = self.constants
         if subgraph is None or self.constants_mod is None:
@@ -100,10 +101,7 @@ class SplitGraph:
         # In numpy, because compiling a kernel for each weight's shape would take longer than all
         # the rest.
         results = reference.run(self.constants_mod, [variables[n] for n in subgraph.inputs])
-        views = [array.view() for array in results]
-        for view in views:
-            view.flags.writeable = False
-        return dict(zip(subgraph.outputs, views, strict=True))
+        return dict(zip(subgraph.outputs, map(freeze_array, results), strict=True))
 
 
 def split_graph(

@@ -15,14 +15,16 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.base.runtime import find_memory_axes
+from relayquant.base.runtime import empty_aligned, find_memory_axes, freeze_array
 from relayquant.codegen.eager import EagerModule, kernel_cache
 from relayquant.codegen.eager.kernel_cache import KernelCache, host_kernels
+from relayquant.codegen.eager.operand import LastMade, Variable
 from relayquant.codegen.eager.plan import Planner
 from relayquant.codegen.eager.product import IntegerProductStep, ProductStep
 from relayquant.codegen.eager.rounding import RoundingStep
 from relayquant.ir.dialect import qnn as ir
 from relayquant.ir.reference import qnn, run
+from relayquant.ir.reference.frame import Frame
 
 
 def steps_of(module: EagerModule, kind: type) -> list:
@@ -224,7 +226,6 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("channels", [8, 64])
 def test_weight_and_bias__changed_in_place(change, channels):
-    """Small arrays are compared as they are, large ones by sums."""
     sizes = (1, 16, 5, 5), (channels, 16, 3, 3), (1, channels, 1, 1)
     mod = build_model(lambda e, x, w, b: e("y", op.add(e("c", op.nn.conv2d(x, w)), b)), *sizes)
     module, (x, w, b) = EagerModule(mod), draw(mod)
@@ -234,6 +235,84 @@ def test_weight_and_bias__changed_in_place(change, channels):
         CHANGES[change](changed)
         (found,) = module.run("main", [x, w, b])
         np.testing.assert_allclose(found, run(mod, [x, w, b])[0], rtol=1e-4, atol=1e-4)
+
+
+def swap_far(array):
+    array[:, [0, 502]] = array[:, [502, 0]]
+
+
+def trade_exponents(array):
+    array[0, 0] *= 2
+    array[0, 502] /= 2
+
+
+def negate_every_second(array):
+    array[:, 1::2] *= -1
+
+
+@pytest.mark.parametrize("change", [swap_far, trade_exponents, negate_every_second])
+def test_weight__changed_in_place_so_that_sums_of_its_words_stay(change):
+    mod = build_model(lambda e, x, w: e("y", op.matmul(x, w)), (4, 16), (16, 1004))
+    module, (x, w) = EagerModule(mod), draw(mod)
+    w[0, [0, 502]] = 1
+    assert steps_of(module, ProductStep)
+    module.run("main", [x, w])
+    change(w)
+    (found,) = module.run("main", [x, w])
+    np.testing.assert_allclose(found, x @ w, rtol=1e-4, atol=1e-4)
+
+
+#: how a weight comes to a convolution
+NAMES = {
+    "parameter": lambda emit, w: w,
+    "another name": lambda emit, w: emit("same", w),
+    "cast": lambda emit, w: emit("same", op.astype(w, "float32")),
+    "field of a tuple": lambda emit, w: emit(
+        "same", relax.TupleGetItem(emit("t", relax.Tuple([w])), 0)
+    ),
+}
+#: what a caller gives that shows an array, and changes with it
+VIEWS = {
+    "array": lambda array: array,
+    "read-only view": lambda array: np.broadcast_to(array, array.shape),
+    "tensor": tvm.runtime.from_dlpack,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("name", NAMES)
+def test_weight__changed_in_place_under_another_name(name, view):
+    def body(emit, x, w):
+        return emit("y", op.nn.conv2d(x, NAMES[name](emit, w)))
+
+    mod = build_model(body, (1, 16, 5, 5), (32, 16, 3, 3))
+    module, (x, drawn) = EagerModule(mod), draw(mod)
+    weight = empty_aligned(drawn.shape, "float32")
+    weight[:] = drawn
+    given = VIEWS[view](weight)
+    assert steps_of(module, ProductStep)
+    module.run("main", [x, given])
+    weight[3] *= 2
+    (found,) = module.run("main", [x, given])
+    np.testing.assert_allclose(found, run(mod, [x, weight])[0], rtol=1e-4, atol=1e-4)
+
+
+def test_bias__changed_while_another_thread_holds_it():
+    """What a call reads is a copy: the packed weight of the last call is not a view."""
+    kept, frame, var = LastMade(), Frame(tvm.IRModule()), relax.Var("b", relax.TensorType((4,)))
+    array = frame.values[var] = np.ones(4, "float32")
+    made = kept.get(frame, [Variable(var)], lambda given: given)
+    array[:] = 2
+    np.testing.assert_array_equal(made, np.ones(4))
+    assert kept.get(frame, [Variable(var)], lambda given: given) is not made
+
+
+def test_weight__that_is_frozen_is_neither_compared_nor_copied():
+    kept, frame, var = LastMade(), Frame(tvm.IRModule()), relax.Var("w", relax.TensorType((4,)))
+    frozen = frame.values[var] = freeze_array(np.full(4, np.nan, "float32"))
+    made = [kept.get(frame, [Variable(var)], lambda given: [given]) for _ in range(2)]
+    assert made[0] is made[1]
+    assert made[0][0] is frozen is freeze_array(frozen)
 
 
 @pytest.mark.parametrize("n", [1, 2])
