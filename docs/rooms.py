@@ -25,6 +25,7 @@ def find_room(parts: tuple[str, ...]) -> str:
     return "" if room == "__init__" else room
 
 
+@functools.cache
 def read_imports() -> dict[str, set[str]]:
     """Room -> rooms that its modules import; the package's own names are "relayquant"."""
     found: dict[str, set[str]] = {}

@@ -47,19 +47,7 @@ sys.dont_write_bytecode = False
 
 #: So many slow instances of a test are many, of which one in RARE runs.
 MANY, RARE = 6, 8
-#: Tests in these folders and modules compile or quantize. One in so many instances of a test runs
-#: every time.
-COSTLY = (
-    "analysis",
-    "arm",
-    "codegen",
-    "flow",
-    "formats",
-    "models",
-    "plots",
-    "stages",
-    "test_docs.py",
-)
+#: Of the quick instances of a test one in so many runs every time.
 QUICK_SHARE = 5
 #: Marks instances that are slow for that reason alone: `.ci/run` takes all of them.
 IS_LEFT_OUT = pytest.StashKey[bool]()
@@ -115,9 +103,9 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pycollect_makeitem(collector):
-    """Mark instances of a test as slow: with the mark `sample(n)` all but one in n. In `COSTLY`
-    places one in `QUICK_SHARE` of the others stays quick.
+def pytest_pycollect_makeitem():
+    """Mark instances of a test as slow: with the mark `sample(n)` all but one in n, and of the
+    others all but one in `QUICK_SHARE`.
     """
     made = yield
     items = made if isinstance(made, list) else []
@@ -126,18 +114,12 @@ def pytest_pycollect_makeitem(collector):
         (step,) = item.get_closest_marker("sample").args
         if not is_chosen(at, step):
             item.add_marker("slow")
-    if is_costly(collector.path):
-        quick = [item for item in items if not item.get_closest_marker("slow")]
-        for at, item in enumerate(quick):
-            if not is_chosen(at, QUICK_SHARE):
-                item.add_marker("slow")
-                item.stash[IS_LEFT_OUT] = True
+    quick = [item for item in items if not item.get_closest_marker("slow")]
+    for at, item in enumerate(quick):
+        if not is_chosen(at, QUICK_SHARE):
+            item.add_marker("slow")
+            item.stash[IS_LEFT_OUT] = True
     return made
-
-
-def is_costly(path: Path) -> bool:
-    """Whether the tests of a module are in `COSTLY` places."""
-    return path.relative_to(Path(__file__).parent).parts[0] in COSTLY
 
 
 def is_chosen(at: int, count: int) -> bool:

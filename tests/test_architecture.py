@@ -10,12 +10,11 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 from typing import Any
 
 import pytest
+from package_sources import ROOT, SOURCES, list_nodes, read_tree
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "relayquant"
 
 #: Rooms from the bottom up. A module may import from its own room and from rooms before it.
@@ -79,25 +78,6 @@ CALLS_AT_IMPORT: dict[str, set[str]] = {
 IMPORTS = (ast.Import, ast.ImportFrom)
 #: Fills TVM's registry of operators, which has no other way to be filled.
 REGISTERS_OPERATORS = "relayquant.ir.dialect"
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-SOURCES = {module_name(path): path for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
-
-
-@functools.cache
-def read_tree(module: str) -> ast.Module:
-    return ast.parse(SOURCES[module].read_bytes(), str(SOURCES[module]))
-
-
-@functools.cache
-def list_nodes(module: str) -> list[ast.AST]:
-    """Every node of a module's tree."""
-    return list(ast.walk(read_tree(module)))
 
 
 def find_nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:

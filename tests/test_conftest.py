@@ -24,7 +24,7 @@ def test_until__tests_that_would_begin_later_are_skipped_and_counted(seconds, ou
 
 @pytest.mark.slow
 def test_instances__quick_ones_and_slow_ones_are_all():
-    """In a costly place one in five is quick, and the slow run takes the others, not an eighth."""
+    """One in five is quick, and the slow run takes the others, not an eighth."""
 
     def count(marker: str) -> int:
         options = ["-q", "-p", "no:cacheprovider", "--collect-only", "-o", "addopts=", "-m", marker]

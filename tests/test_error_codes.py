@@ -12,11 +12,11 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tvm
+from package_sources import ROOT, SOURCES, list_nodes
 from tvm import relax
 
 import relayquant as rq
@@ -26,19 +26,17 @@ from relayquant.base.storage.files import reading
 from relayquant.errors import add_code, warn_user
 from relayquant.ir.reference.affine import wrap_sums
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "relayquant"
 PAGES = {path.stem: path for path in sorted((ROOT / "docs/errors").glob("RQ*.md"))}
 
 
 @cache
-def list_nodes() -> list[tuple[str, ast.AST]]:
+def list_statements() -> list[tuple[str, ast.AST]]:
     """(file, node) for each definition, annotation, raise and call of the package."""
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.AnnAssign, ast.arg)
     return [
         (path.relative_to(ROOT).as_posix(), node)
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for module, path in SOURCES.items()
+        for node in list_nodes(module)
         if isinstance(node, (*kinds, ast.Raise, ast.Call))
     ]
 
@@ -52,7 +50,7 @@ def read_name(node: ast.expr | None) -> str:
 def find_classes() -> dict[str, set[str]]:
     """Every error class of the package -> it and what it derives from, of ours."""
     found = {"RelayQuantError": {"RelayQuantError"}}
-    definitions = [node for _, node in list_nodes() if isinstance(node, ast.ClassDef)]
+    definitions = [node for _, node in list_statements() if isinstance(node, ast.ClassDef)]
     for _ in definitions:
         for node in definitions:
             bases = [found[name] for base in node.bases if (name := read_name(base)) in found]
@@ -65,7 +63,7 @@ def find_classes() -> dict[str, set[str]]:
 def find_definitions() -> set[str]:
     """Functions and classes of the package: what these make has its code where they make it."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    return {node.name for _, node in list_nodes() if isinstance(node, kinds)}
+    return {node.name for _, node in list_statements() if isinstance(node, kinds)}
 
 
 @cache
@@ -73,7 +71,7 @@ def find_holders() -> set[str]:
     """Parameters and fields that hold a class of ours, by their annotation."""
     return {
         read_name(node.target) if isinstance(node, ast.AnnAssign) else node.arg
-        for _, node in list_nodes()
+        for _, node in list_statements()
         if isinstance(node, ast.AnnAssign | ast.arg)
         and isinstance(hint := node.annotation, ast.Subscript)
         and read_name(hint.value) == "type"
@@ -105,8 +103,8 @@ def find_sites() -> Iterator[Site]:
 
     An error that is made in one place and raised in another is found where it is made.
     """
-    raised = {id(node.exc) for _, node in list_nodes() if isinstance(node, ast.Raise)}
-    for path, node in list_nodes():
+    raised = {id(node.exc) for _, node in list_statements() if isinstance(node, ast.Raise)}
+    for path, node in list_statements():
         if not isinstance(node, ast.Call) or path == "relayquant/errors.py":
             continue
         name = read_name(node.func)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
+from package_sources import PACKAGE, SOURCES, list_nodes
 
-import relayquant
 from relayquant.errors import format_count
-
-PACKAGE = Path(relayquant.__file__).parent
 
 #: What may follow a value and ends in s without being a plural.
 NO_NOUNS = (
@@ -39,7 +36,7 @@ NEVER_ONE = {
 }
 
 
-def find_plurals(source: str) -> Iterator[tuple[str, str]]:
+def find_plurals(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
     """(value, plural) of each f-string where a value that may be a count stands before a plural, or
     before one other word and a plural.
 
@@ -47,7 +44,7 @@ def find_plurals(source: str) -> Iterator[tuple[str, str]]:
     quotes or from repr, those of upper case (a limit of ours, more than one), products with a
     number, and enum values.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         parts = node.values if isinstance(node, ast.JoinedStr) else []
         for value, text in pairwise(parts):
             if not isinstance(value, ast.FormattedValue) or not isinstance(text, ast.Constant):
@@ -73,13 +70,12 @@ def may_be_count(value: ast.FormattedValue) -> bool:
     return value.conversion == -1 and re.fullmatch(r"[<>^]?\d*[,_]?[dn]?", style) is not None
 
 
-@pytest.mark.slow
 def test_messages__what_is_counted_has_its_number():
     """In every f-string: a plural behind a value is written by `format_count`."""
     found = {
         (path.relative_to(PACKAGE).as_posix(), *plural)
-        for path in PACKAGE.rglob("*.py")
-        for plural in find_plurals(path.read_text())
+        for module, path in SOURCES.items()
+        for plural in find_plurals(list_nodes(module))
     }
     assert sorted(found - set(NEVER_ONE)) == [], "write these with errors.format_count"
     assert sorted(set(NEVER_ONE) - found) == [], "these are gone"
@@ -100,15 +96,14 @@ def test_messages__what_is_counted_has_its_number():
     ],
 )
 def test_find_plurals(source, found):
-    assert list(find_plurals(source)) == found
+    assert list(find_plurals(ast.walk(ast.parse(source)))) == found
 
 
-@pytest.mark.slow
 def test_messages__a_verb_agrees_with_its_count():
     """No message goes on with a verb of the plural: "1 operator are"."""
     wrong = re.compile(r" (are|were|have|do|differ|decide|overflow|that have)\b")
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for module, path in SOURCES.items():
+        for node in list_nodes(module):
             parts = node.values if isinstance(node, ast.JoinedStr) else []
             for value, text in pairwise(parts):
                 if not isinstance(value, ast.FormattedValue) or not isinstance(text, ast.Constant):

@@ -143,6 +143,7 @@ def test_library__says_what_is_wrong(path, tmp_path):
         Library(path)["nain"]
 
 
+@pytest.mark.slow
 def test_library__that_was_cut_off(path, tmp_path):
     """In a process of its own: a read behind the end of a mapped file would end this one."""
     data, place = path.read_bytes(), tmp_path / "cut.so"

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ast
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 from float_models import build_model, draw_batches
+from package_sources import PACKAGE, SOURCES, list_nodes
 from tvm.relax import op
 
 import relayquant as rq
 from relayquant.ir.reference.affine import wrap_sums
-
-PACKAGE = Path(rq.__file__).parent
 
 
 def model():
@@ -92,9 +90,8 @@ def test_sources__warn_through_one_function():
     """`warn_user` finds the caller; a number of frames is wrong when a decorator comes between."""
     found = [
         str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
-        if "warn(" in path.read_text("utf-8")
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for module, path in SOURCES.items()
+        for node in list_nodes(module)
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "warn"
     ]
     assert found == ["errors.py"]

@@ -69,6 +69,7 @@ def test_compare__has_a_row_for_every_operator(digits, report):
     assert report.samples == sum(len(batch) for batch in data)
 
 
+@pytest.mark.slow
 def test_compare__int8_is_close_to_float(report):
     assert all(row.sqnr > 25 for row in report.rows)
     assert all(row.cosine > 0.999 for row in report.rows)

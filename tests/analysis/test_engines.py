@@ -47,6 +47,7 @@ def test_measure_engines__one_process_each(library, interval):
     assert "digits.so: " in found.failures["damaged"]
 
 
+@pytest.mark.slow
 def test_measure_engines__processes_get_the_environment(library):
     """Python cannot start with an encoding that it does not know."""
     candidates = {"ours": Candidate(Engine.RELAYQUANT, library)}

@@ -40,6 +40,7 @@ def test_verify__equal_for_every_way_to_pass_inputs(model):
     assert report.compared >= 6
 
 
+@pytest.mark.slow
 def test_verify__names_the_first_value_that_differs(model):
     """The compiled module has one requantize off by one: found, named, counted."""
     qmod, inputs = model

@@ -8,10 +8,10 @@ import ast
 import enum
 import json
 from dataclasses import fields, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from package_sources import PACKAGE, SOURCES, list_nodes
 
 import relayquant as rq
 from relayquant.analysis import accumulators
@@ -170,13 +170,11 @@ OWN_FORMS = {
 }
 
 
-@pytest.mark.slow
 def test_sources__no_form_is_written_by_hand():
-    package = Path(rq.__file__).parent
     found = {
-        f"{path.relative_to(package).as_posix()}:{kind.name}"
-        for path in package.rglob("*.py")
-        for kind in ast.walk(ast.parse(path.read_bytes()))
+        f"{path.relative_to(PACKAGE).as_posix()}:{kind.name}"
+        for module, path in SOURCES.items()
+        for kind in list_nodes(module)
         if isinstance(kind, ast.ClassDef)
         if any(isinstance(f, ast.FunctionDef) and f.name == "to_dict" for f in kind.body)
     }

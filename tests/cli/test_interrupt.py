@@ -114,6 +114,7 @@ def test_compress__goes_on_after_a_signal(
     assert Path("w.json").read_bytes() == went_on
 
 
+@pytest.mark.slow
 def test_quantize__a_failure_leaves_no_checkpoint(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

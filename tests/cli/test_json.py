@@ -204,6 +204,7 @@ def test_json__also_of_what_failed(words: list[str], capsys: pytest.CaptureFixtu
     assert found["error"]["message"].endswith(f"[{found['error']['code']}]")
 
 
+@pytest.mark.slow
 def test_json__holds_warnings(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -202,6 +202,7 @@ def test_calibrate__warns_where_scales_may_not_grow():
         rq.calibrate(prepared, draw_batches(mod, 1))
 
 
+@pytest.mark.slow
 def test_plain_data__backend_and_plan():
     backend = make_backend(
         rq.config.Accumulator(14, rq.config.Overflow.WRAP, rq.config.OverflowBound.WORST_CASE)

@@ -79,6 +79,7 @@ def test_island__is_cast_at_its_borders_only():
     assert rq.Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
+@pytest.mark.slow
 def test_island__reference_simulation_and_compiled_code():
     mod = island_model()
     data = draw_batches(mod, 2)

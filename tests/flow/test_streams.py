@@ -138,6 +138,7 @@ def test_quantize__a_state_and_its_new_value_have_one_scale():
         np.testing.assert_array_equal(taken.args[at].value.numpy(), given.args[at].value.numpy())
 
 
+@pytest.mark.slow
 def test_quantize__a_stream_does_not_drift(quantized):
     mod, qmod = quantized
     executors = [rq.Executor(rq.compile(each)) for each in (mod, qmod)]
@@ -181,6 +182,7 @@ def draw_equal_halves(count: int) -> list[np.ndarray]:
     return [*np.concatenate([half, half], axis=2)]
 
 
+@pytest.mark.slow
 def test_quantize__what_drifts_goes_back_to_float():
     mod = make_integrator()
     data = [rq.SampleSequence(draw_equal_halves(64)) for _ in range(2)]

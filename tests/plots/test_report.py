@@ -76,6 +76,7 @@ def test_report__needs_nothing_else(elements, report):
     assert not re.search(r"@import|url\((?!#)", report.html)
 
 
+@pytest.mark.slow
 def test_report__ids_are_unique_and_labels_lead_somewhere(elements):
     ids = [attributes["id"] for _, attributes in elements.tags if "id" in attributes]
     inner = [name for name in ids if ids.count(name) > 1]

@@ -76,12 +76,14 @@ def type_text(page, selector: str, text: str) -> None:
     field.send_keys(text)
 
 
+@pytest.mark.slow
 def test_page__hostile_names_are_shown_and_do_nothing(page):
     assert page.title == "<b>hostile"
     names = texts(page, "#ledger tbody th")
     assert set(HOSTILE) <= set(names)
 
 
+@pytest.mark.slow
 def test_page__tables_filter(page, report):
     count = len(report.data.operators)
     assert find(page, "[data-count=ledger]").text == f"{count} of {count} operators"
@@ -128,6 +130,7 @@ def test_page__the_keyboard_goes_through_the_network(page, report):
     assert find(page, "#operator-head").text == report.data.operators[1].row.name
 
 
+@pytest.mark.slow
 def test_page__the_network_is_searched_coloured_and_zoomed(page, report):
     type_text(page, "#find", "cumsum")
     assert find(page, "#found").text == "1 found"
@@ -168,6 +171,7 @@ def selenium_wait(condition) -> None:
     WebDriverWait(None, 10).until(lambda _: condition())
 
 
+@pytest.mark.slow
 def test_page__the_chart_is_sorted_and_says_which_operator_it_is(page, report):
     rows = {row.index: row for row in chart_errors(report.data).rows}
     assert texts(page, "#chart .link") == [row.label for row in rows.values()]

@@ -221,6 +221,7 @@ def test_options__without_effect_are_warnings(option, value):
 # -- scripts as they were --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_script__runs_as_it_was(model):
     """As `from tvm import relay` had it; also with the functions by their names."""
     mod, data = model

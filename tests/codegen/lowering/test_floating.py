@@ -291,6 +291,7 @@ def test_lower_float__depthwise_kernels_read_slices_of_volumes(starts, is_read):
     assert (list_operators(lowered) == ["float_conv2d"]) == is_read
 
 
+@pytest.mark.slow
 def test_lower_float__a_sum_of_two_products_belongs_to_one():
     rng = np.random.default_rng(2)
     a, b = const(rng, 8, 3, 3, 3), const(rng, 8, 3, 1, 1)

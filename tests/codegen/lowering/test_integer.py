@@ -393,6 +393,7 @@ def test_call_kernels__fuses_bias_residual_and_clamp():
     assert not any("add" in name or "clip" in name for name in kernels)
 
 
+@pytest.mark.slow
 def test_call_kernels__a_maximum_pool_is_part_of_the_convolution():
     """Where kernels can count the threads."""
     shape = (1, 3, 24, 32)

@@ -92,6 +92,7 @@ def test_guard__puts_back_what_breaks_the_outputs(digits, mended):
     assert gap.sqnr > 20
 
 
+@pytest.mark.slow
 def test_guard__keeps_the_parameters_of_the_rest(broken, mended):
     _, whole = broken
     rows = {row.name: row for row in rq.ledger(whole).rows}

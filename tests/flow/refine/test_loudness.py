@@ -42,6 +42,7 @@ def run_all(mod, data: list[np.ndarray]) -> np.ndarray:
     return np.stack([executor.run("main", [x])[0] for x in data]).astype("float64")
 
 
+@pytest.mark.slow
 def test_quantize__quiet_samples_have_their_own_range_without_a_warning():
     mod, data = make_normed(), draw(32)
     with warnings.catch_warnings():

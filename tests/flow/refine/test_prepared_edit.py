@@ -189,6 +189,7 @@ def test_replace__what_is_not_possible(key, spec, message):
         replace_plan(prepared, prepared.plan.replace(key, spec=spec))
 
 
+@pytest.mark.slow
 def test_change_operators__the_rest_keeps_its_parameters():
     prepared = rq.calibrate(prepare(rq.observers.MinMax()), DATA, order=rq.config.Order.PARALLEL)
     edited = change_operators(prepared, {"two": None}, lambda model: rq.calibrate(model, DATA))

@@ -110,6 +110,7 @@ def test_forecast_sqnr__each_sample_has_its_own_range(is_shared):
     assert found == pytest.approx(10 * np.log10(signal / noise), abs=0.02)
 
 
+@pytest.mark.slow
 def test_guard__loud_and_quiet_samples():
     """Samples whose loudness differs a thousand times follow the float model, all on integers."""
     mod = make_products(1)

@@ -86,6 +86,7 @@ def test_find_wider_weights__nothing_by_default():
     assert find_wider_weights(rq.prepare(mod, None, data, backend="x86")) == {}
 
 
+@pytest.mark.slow
 def test_guard__weights_of_few_bits_get_all_and_stay_on_integers():
     mod, data, other = draw_model()
     few = {"qconfig_mapping": use_bits(3), "backend": "x86", "callbacks": ()}
@@ -111,6 +112,7 @@ def use_run_time_ranges(bits: int) -> rq.QConfigMapping:
     return rq.QConfigMapping().set_global(rq.QConfig(rq.TensorConfig(data), few.weight))
 
 
+@pytest.mark.slow
 def test_guard__weights_are_widened_behind_ranges_that_the_user_computes_at_run_time():
     """Both are in the QConfig: the weight is what the guard changed, and is fitted anew."""
     mod, data, other = draw_model()
@@ -180,6 +182,7 @@ def test_streams__weights_of_few_bits_get_all(use):
     assert guard.stream_sqnr > 20
 
 
+@pytest.mark.slow
 def test_search__weights_of_few_bits_get_all_and_stay_on_integers():
     """The bound is met without float; the mapping makes the same module again."""
     mod, data, other = draw_model()

@@ -58,6 +58,7 @@ def load_all(copies, path) -> tuple[int, int]:
     return models, len(messages)
 
 
+@pytest.mark.slow
 def test_onnx__random_bytes(tmp_path):
     data = quantized_model().SerializeToString()
     models, errors = load_all(damage(data, 7, 150), tmp_path / "m.onnx")

@@ -203,6 +203,7 @@ def test_squeeze__without_axes_whose_result_has_another_rank():
     check_run(model, mod, draw(3, 5))
 
 
+@pytest.mark.slow
 def test_fix_sizes__beside_an_operator_of_another_domain():
     """ONNX infers nothing of a model that does not name the domain's version."""
     weights = {"w": draw(5, 7)}

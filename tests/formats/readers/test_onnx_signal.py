@@ -99,6 +99,7 @@ def test_stft__frames_windows_sides(parts, onesided, has_length, has_window):
     check(node, draw(2, 31, parts), weights, 17)
 
 
+@pytest.mark.slow
 def test_stft__symbolic_signal():
     node = helper.make_node("STFT", ["x", "step", "w"], ["y"])
     weights = {"step": np.array(4), "w": np.hamming(16).astype("float32")}

@@ -227,6 +227,7 @@ def test_expectation__is_that_of_the_interpreter(name, tmp_path):
             np.testing.assert_allclose(machine.get_tensor(place["index"]), value, rtol=0, atol=5e-6)
 
 
+@pytest.mark.slow
 def test_state__is_held_between_runs_and_quantized(tmp_path):
     layer = LAYERS["projection"]
     mod, params = rq.load(layer.write(tmp_path))

@@ -178,6 +178,7 @@ class Hanging(rq.observers.MinMax):
         return super().update(state, array)
 
 
+@pytest.mark.slow
 def test_silence__processes_are_killed_so_that_the_pool_can_be_left(tmp_path):
     context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())

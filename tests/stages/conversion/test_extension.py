@@ -63,6 +63,7 @@ def square_model():
     return build_model(body, MAP)
 
 
+@pytest.mark.slow
 def test_pattern_of_the_user__is_tried_first_and_used():
     calls: list = []
     backend = rq.get_backend_config("x86").with_pattern(square_op(calls=calls))
@@ -85,6 +86,7 @@ def test_pattern_of_the_user__is_tried_first_and_used():
     assert row.pattern != "square"
 
 
+@pytest.mark.slow
 def test_pattern_of_the_user__a_callback_that_declines_is_in_the_ledger():
     mod = square_model()
     data = draw_batches(mod, 2)
@@ -108,6 +110,7 @@ def test_pattern_of_the_user__needs_dtypes():
     assert empty.patterns == ()
 
 
+@pytest.mark.slow
 def test_rule_of_the_user__carries_integers_through_an_operator():
     """flip moves values: with a rule for it and a pattern, no float operator remains."""
     data = wildcard()
@@ -161,6 +164,7 @@ def flip_model():
     return build_model(body, MAP)
 
 
+@pytest.mark.slow
 def test_rule_of_the_user__alone_extends_the_plan():
     """No pattern is needed: the rule is called, and integers go through the operator."""
     calls = []

@@ -171,6 +171,7 @@ def test_ledger__rows_tell_scheme_rule_and_support():
     assert (rows["mean"].scale, rows["mean"].scheme) == ((), "")
 
 
+@pytest.mark.slow
 def test_interface__a_refusal_says_why_the_reader_is_in_float():
     """Asked for an integer input whose only reader stays in float: the ledger is lost, its row is
     said.
