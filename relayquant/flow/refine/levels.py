@@ -19,7 +19,6 @@ from relayquant.flow.refine.kept_samples import count_samples_for
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import attach_ledger, read_ledger
 from relayquant.ir.rewrite import Graph
-from relayquant.ir.rewrite.graph import iterate_results, result_expr
 from relayquant.stages.calibration.observer_selection import (
     TOLERANCE,
     compare_noise,
@@ -27,6 +26,7 @@ from relayquant.stages.calibration.observer_selection import (
     measure_noise,
     take_logarithms,
 )
+from relayquant.stages.calibration.output_parts import find_parts
 from relayquant.stages.prepared import PreparedModel
 
 #: fewest and most samples that levels are compared on
@@ -39,7 +39,7 @@ class Distance:
 
     Attributes:
         differing: Clearly different answers of all outputs.
-        noise: Noise of each output on each sample, (outputs, samples).
+        noise: Noise of each part of the outputs on each sample, (parts, samples).
     """
 
     differing: int
@@ -96,19 +96,21 @@ def make_meter(
     """
     expected = compute_results(calibrated.mod, batches)
     view = Graph(calibrated.mod)
-    found = find_probabilities(view, iterate_results(result_expr(view)))
+    parts = [find_parts(view, batch) for batch in batches]
+    is_softmax = find_probabilities(view, (part.value for part in parts[0]))
     is_log = [
-        each and not value.is_integer for each, value in zip(found, calibrated.outputs, strict=True)
+        each and not calibrated.outputs[part.result].is_integer
+        for each, part in zip(is_softmax, parts[0], strict=True)
     ]
 
     def measure(qmod: tvm.IRModule) -> Distance:
-        meter, parts = GapMeter(calibrated.mod, qmod), []
-        for batch, real in zip(batches, expected, strict=True):
-            got = meter.measure(batch, real)
-            pair = (take_logarithms(each, is_log) for each in (real, got))
-            parts.append(measure_noise(*pair, count_samples(batch)))
+        meter, noise = GapMeter(calibrated.mod, qmod), []
+        for batch, cut, real in zip(batches, parts, expected, strict=True):
+            both = (real, meter.measure(batch, real))
+            pair = (take_logarithms((part.take(each) for part in cut), is_log) for each in both)
+            noise.append(measure_noise(*pair, count_samples(batch)))
         differing = sum(gap.differing for gap in meter.gaps)
-        return Distance(differing, np.concatenate(parts, axis=1))
+        return Distance(differing, np.concatenate(noise, axis=1))
 
     return measure
 

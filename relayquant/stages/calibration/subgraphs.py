@@ -33,11 +33,8 @@ from relayquant.ir.rewrite.graph import (
     tensor_shape,
 )
 from relayquant.ir.rewrite.lifetimes import find_ends
-from relayquant.ir.rewrite.moves import MOVES
+from relayquant.stages.calibration.output_parts import list_parts
 from relayquant.stages.prepared import CalibrationGraph, FitPoint
-
-#: of a result that is judged part by part
-MOST_PARTS = 32
 
 
 @dataclass(frozen=True)
@@ -217,37 +214,6 @@ def list_results(view: Graph) -> Iterator[relax.Var]:
             continue
         if isinstance(expr.ty, relax.TensorType):
             yield expr
-
-
-def list_parts(view: Graph, result: relax.Var) -> list[relax.Var]:
-    """Return the values that a result is put together from by concatenations, or itself.
-
-    A detector's places of 0 to 400 and scores of 0 to 1 are such parts, and the noise of one hides
-    that of the other. It is left whole where a part has another first axis, or there are more than
-    `MOST_PARTS`.
-    """
-    found: dict[relax.Var, None] = {}
-
-    def visit(var: relax.Var) -> None:
-        name, call = view.op_name(var), view.call_of(var)
-        if call is not None and name == "relax.concat" and isinstance(call.args[0], relax.Tuple):
-            operands = list(call.args[0].fields)
-        elif call is not None and name in (*MOVES, "relax.strided_slice"):
-            operands = [call.args[0]]
-        else:
-            operands = []
-        if operands and all(isinstance(each, relax.Var) for each in operands):
-            for each in operands:
-                visit(each)
-        else:
-            found[var] = None
-
-    visit(result)
-    samples = (tensor_shape(result) or (None,))[0]
-    is_split = 1 < len(found) <= MOST_PARTS and all(
-        var in view.values and (tensor_shape(var) or (0,))[0] == samples for var in found
-    )
-    return list(found) if is_split else [result]
 
 
 def read_values(view: Graph, var: relax.Var) -> Iterator[relax.Var]:

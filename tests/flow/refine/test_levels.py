@@ -47,6 +47,30 @@ def test_make_meter__a_softmax_is_judged_by_its_logarithm_unless_it_is_integer(r
     )
 
 
+def test_make_meter__what_an_output_joins_is_judged_apart():
+    """Places of a large range hide the noise of scores that stand beside them."""
+
+    def body(emit, x):
+        places = emit("places", op.multiply(emit.dense("first", x, 8), relax.const(100.0)))
+        scores = emit("scores", op.sigmoid(emit.dense("second", x, 8)))
+        return emit("both", op.concat([places, scores], 1))
+
+    mod = build_model(body, (2, 25))
+    rng = np.random.default_rng(0)
+    data = [{"x": rng.normal(size=(2, 25)).astype("float32")} for _ in range(3)]
+    prepared = rq.calibrate(rq.prepare(mod, None), data)
+    qmod = rq.lower(rq.convert_to_reference(prepared))
+    found = make_meter(prepared, data)(qmod)
+    real, got = (
+        np.concatenate([rq.reference.run(each, batch)[0] for batch in data]).astype("float64")
+        for each in (mod, qmod)
+    )
+    energy = np.square(got - real)
+    expected = [energy[:, :8].sum(1), energy[:, 8:].sum(1)]
+    np.testing.assert_allclose(found.noise, expected, rtol=1e-3)
+    assert (found.noise[0] > 100 * found.noise[1]).all()
+
+
 FARTHER = "is farther from the float model"
 LOSES = "may lose more than 0.2 dB at an output"
 CHANCE = "gains less than its standard error"

@@ -11,9 +11,9 @@ from tvm import relax, topi
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.ir.reference import folding
 from relayquant.ir.rewrite import Graph
 from relayquant.stages.calibration.subgraphs import split_graph
-from relayquant.stages.preparation import constants
 
 
 def bound_names(mod: tvm.IRModule, function: str = "main") -> list[str]:
@@ -129,7 +129,7 @@ def test_split__input_that_is_observed_needs_no_function():
 @pytest.mark.parametrize("order", rq.config.Order)
 def test_calibrate__values_that_no_input_changes(order, monkeypatch):
     """A position embedding, say, of operators that are not computed before."""
-    monkeypatch.setattr(constants, "MAX_GROWTH", 0)
+    monkeypatch.setattr(folding, "MAX_GROWTH", 0)
 
     def body(emit, x):
         grid = emit("grid", op.reshape(op.arange(0, 12, 1, "float32"), (6, 2)))
