@@ -9,8 +9,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from tvm import relax
+from tvm import relax, tirx
 from tvm.ir import Call, GenericConst
+from tvm.tirx import PrimFunc
 
 from relayquant.base.runtime import align_array, empty_aligned, view_aligned
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
@@ -28,7 +29,7 @@ from relayquant.codegen.kernels.floating.gathered import (
     make_depthwise,
     make_product,
 )
-from relayquant.codegen.kernels.floating.tile import FEWEST_CHANNELS, FloatEpilogue
+from relayquant.codegen.kernels.floating.tile import FEWEST_CHANNELS, FloatEpilogue, FloatIsa
 from relayquant.errors import ModelError
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.rewrite.conv_view import ConvView
@@ -40,8 +41,8 @@ CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv1d")
 INTEGER_CONVOLUTIONS = ("relax.qnn.conv2d", "relax.qnn.conv1d")
 #: Number of data shapes that a product is prepared for at a time.
 MOST_SHAPES = 64
-#: Multiply-adds from which on a kernel for the shape of the data is worth compiling: a calibration
-#: of 50 runs then gains the quarter of a second that this takes.
+#: Multiply-adds of an image from which on a kernel for its size is worth compiling: a calibration
+#: of 50 images then gains the quarter of a second that this takes.
 SHAPED_MACS = 2**29
 
 
@@ -53,7 +54,7 @@ class Convolution:
         axis, channels: Channel axis and number of channels of the result.
         data_axes: Axes of data and result in the order N, spatial, C.
         weight_axes: Axes of the weight in the order O, spatial, I.
-        spec: The convolution of one image, without height and width.
+        spec: The convolution of one image. Height and width are 0 if one of them is symbolic.
     """
 
     axis: int
@@ -85,9 +86,10 @@ class Convolution:
         if inputs is None:
             return decline("the number of channels is symbolic")
         taps = (weight.get("H", 1), weight["W"])
+        size = static_sizes([extents.get("H", 1), extents["W"]]) or (0, 0)
         flat = view.as_2d()
         spec = FloatConv2d(
-            1, 0, 0, inputs[0], weight["O"], taps, flat.strides, flat.padding, flat.dilation,
+            1, *size, inputs[0], weight["O"], taps, flat.strides, flat.padding, flat.dilation,
             flat.groups,
         )  # fmt: skip
         if min(spec.padding) < 0:
@@ -193,7 +195,6 @@ class ProductCall:
         out_shape: Shape of the result.
         steps: Where the elements of a window are.
         parts: For each call where the windows are, and the sizes.
-        winograd: The kernel for this shape that runs instead, if it is faster.
     """
 
     spec: FloatConv2d
@@ -201,7 +202,6 @@ class ProductCall:
     out_shape: tuple[int, ...]
     steps: Any
     parts: tuple[tuple[Any, Any], ...]
-    winograd: KernelKey | None
 
 
 class ProductWeight:
@@ -232,8 +232,9 @@ class ProductRunner:
     C).
 
     Attributes:
-        key: The kernel, which depends on the number of outputs only.
-        is_exact: Whether all sums are integers, which Winograd's transforms would round.
+        key: The kernel, which depends on the number of outputs only; or Winograd's, for the image
+            size of the model.
+        is_winograd: Which of them.
     """
 
     def __init__(
@@ -243,10 +244,18 @@ class ProductRunner:
         kernels: KernelCache,
         bounds: tuple[float | None, float | None] = (None, None),
         *,
+        has_residual: bool = False,
         is_exact: bool = False,
     ) -> None:
+        """Choose the kernel.
+
+        Args:
+            name, layout, kernels: Of the product.
+            bounds: What results are clipped to.
+            has_residual: Whether `multiply` gets one.
+            is_exact: Whether all sums are integers, which Winograd's transforms would round.
+        """
         self.name, self.layout, self.kernels = name, layout, kernels
-        self.bounds, self.is_exact = bounds, is_exact
         spec, isa = layout.spec, kernels.isa
         self.panels: GatheredDepthwise | GatheredProduct
         if spec.is_depthwise:
@@ -259,6 +268,11 @@ class ProductRunner:
         self.starts = view_flat(self.panels.list_starts(*groups))
         self.origins = view_flat(self.panels.list_origins(*groups, spec.group_in))
         low, high = bounds
+        epilogue = FloatEpilogue(bias=True, residual=has_residual, low=low, high=high)
+        shaped = None if is_exact else choose_winograd(replace(spec, epilogue=epilogue), isa)
+        self.is_winograd = shaped is not None
+        if shaped is not None:
+            self.key = KernelKey(make_winograd_of_any_batch, shaped)
         limits = -math.inf if low is None else low, math.inf if high is None else high
         self.limits = view_flat(np.array(limits, "float32"))
         self.no_bias = view_flat(np.zeros(layout.channels, "float32"))
@@ -286,14 +300,15 @@ class ProductRunner:
         y = empty_aligned(call.out_shape, "float32")
         if not y.size or not x.size:
             return y
-        data = view_flat(pad_images(x.reshape(call.data_view), call.spec))
-        result, bias = view_aligned(y.reshape(-1)), self.no_bias if bias is None else bias
+        images = pad_images(x.reshape(call.data_view), call.spec)
+        kernel, result = self.kernel, view_aligned(y.reshape(-1))
+        bias = self.no_bias if bias is None else bias
         added = result if residual is None else view_flat(residual)
-        if call.winograd is not None:
-            operands = [data, weight.transformed, bias, *([] if residual is None else [added])]
-            self.kernels.get(call.winograd)(*operands, result)
+        if self.is_winograd:  # It counts the images, so they stay apart.
+            others = [bias] if residual is None else [bias, added]
+            kernel(view_aligned(images), weight.transformed, *others, result)
             return y
-        kernel, packed = self.kernel, weight.gathered
+        data, packed = view_flat(images), weight.gathered
         for rows, sizes in call.parts:
             kernel(data, rows, call.steps, packed, bias, added, result, self.starts, self.origins,
                    sizes, self.limits)  # fmt: skip
@@ -321,25 +336,26 @@ class ProductRunner:
             self.layout.out_shape(sizes, spec),
             view_flat(windows.steps),
             tuple((view_flat(rows), view_flat(extents.array)) for rows, extents in parts),
-            self.plan_winograd(images, spec, has_residual),
         )
 
-    def plan_winograd(self, images: int, spec: FloatConv2d, has_residual: bool) -> KernelKey | None:
-        """Choose Winograd's kernel for padded images, if that is worth compiling."""
-        (height, width), (low, high) = spec.padded_size, self.bounds
-        epilogue = FloatEpilogue(bias=True, residual=has_residual, low=low, high=high)
-        padded = replace(
-            spec,
-            batch=images,
-            height=height,
-            width=width,
-            padding=(0, 0, 0, 0),
-            epilogue=epilogue,
-        )
-        if self.is_exact or count_macs(padded) < SHAPED_MACS:
-            return None
-        is_faster = prefers_winograd(padded, self.kernels.isa)
-        return KernelKey(make_winograd, padded) if is_faster else None
+
+def choose_winograd(spec: FloatConv2d, isa: FloatIsa) -> FloatConv2d | None:
+    """Return the convolution of padded images if Winograd's kernel for them is worth compiling.
+
+    The model decides, not the data: results do not depend on how samples are batched, and data of
+    many sizes does not compile many kernels. None if the image size is symbolic.
+    """
+    if not (spec.height and spec.width):
+        return None
+    height, width = spec.padded_size
+    padded = replace(spec, batch=None, height=height, width=width, padding=(0, 0, 0, 0))
+    is_large = min(padded.out_size) > 0 and count_macs(padded) >= SHAPED_MACS
+    return padded if is_large and prefers_winograd(padded, isa) else None
+
+
+def make_winograd_of_any_batch(spec: FloatConv2d, isa: FloatIsa, name: str) -> PrimFunc:
+    """Make Winograd's kernel. It reads the number of images from the shape of the data."""
+    return make_winograd(replace(spec, batch=tirx.Var("n", "int64")), isa, name)
 
 
 class ProductStep:
@@ -361,7 +377,13 @@ class ProductStep:
     ) -> None:
         self.layout, self.chain, self.result = layout, chain, result
         self.data, self.weight, self.bias, self.residual = data, weight, bias, residual
-        self.product = ProductRunner(result.name, layout, kernels, (chain.low, chain.high))
+        self.product = ProductRunner(
+            result.name,
+            layout,
+            kernels,
+            (chain.low, chain.high),
+            has_residual=residual is not None,
+        )
         self.packed, self.known_bias = LastMade(), LastMade()
 
     def run(self, frame: Frame) -> None:

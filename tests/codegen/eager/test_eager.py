@@ -26,6 +26,8 @@ from relayquant.ir.dialect import qnn as ir
 from relayquant.ir.reference import qnn, run
 from relayquant.ir.reference.frame import Frame
 
+RNG = np.random.default_rng(0)
+
 
 def steps_of(module: EagerModule, kind: type) -> list:
     """What runs on kernels in main: the `kind` of each step that is one."""
@@ -332,8 +334,36 @@ def test_large_images__run_on_a_kernel_for_their_shape(monkeypatch, n):
     for _ in range(2):
         (have,), (want,) = module.run("main", [x]), run(mod, [x])
         assert np.abs(have - want).max() < 1e-5 * np.abs(want).max()
-    calls = [[*step.product.calls.values()] for step in steps_of(module, ProductStep)]
-    assert [call.winograd is not None for (call,) in calls] == [True, False, False, False]
+    products = [step.product for step in steps_of(module, ProductStep)]
+    assert [product.is_winograd for product in products] == [True, False, False, False]
+
+
+def test_large_images__of_many_in_a_batch_have_the_bits_of_each_alone(monkeypatch):
+    """Their number does not choose the kernel, nor is one compiled for each number."""
+    monkeypatch.setattr("relayquant.codegen.eager.product.SHAPED_MACS", 13 * 18 * 32 * 64 * 9)
+    for height, is_winograd in ((12, False), (13, True)):
+        conv = relax.const(RNG.standard_normal((64, 32, 3, 3), "float32"))
+        mod = build_model(
+            lambda e, x, conv=conv: e("y", op.nn.conv2d(x, conv, padding=1)), ("n", 32, height, 18)
+        )
+        module, (x,) = EagerModule(mod), draw(mod, 3)
+        (step,) = steps_of(module, ProductStep)
+        assert step.product.is_winograd is is_winograd
+        (have,) = module.run("main", [x])
+        for i in range(3):
+            np.testing.assert_array_equal(module.run("main", [x[i : i + 1]])[0][0], have[i])
+        want = run(mod, [x])[0]
+        assert np.abs(have - want).max() < 1e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("sizes", [("h", 18), (13, "w")])
+def test_large_images__of_a_size_that_the_model_does_not_say_need_no_kernel_each(
+    monkeypatch, sizes
+):
+    monkeypatch.setattr("relayquant.codegen.eager.product.SHAPED_MACS", 0)
+    mod = conv2d_model((1, 32, *sizes), (64, 32, 3, 3), padding=1)
+    (step,) = steps_of(EagerModule(mod), ProductStep)
+    assert not step.product.is_winograd
 
 
 def test_large_images__of_integers_stay_exact(monkeypatch):
