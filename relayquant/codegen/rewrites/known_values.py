@@ -6,16 +6,20 @@ from typing import Any
 
 import tvm
 from tvm import relax
-from tvm.ir import Call
+from tvm.ir import Call, GenericConst
 
 from relayquant.ir.reference.folding import compute_constant
+from relayquant.ir.reference.single_call import get_tensor_dtype
 from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.function import mutate_functions
-from relayquant.ir.rewrite.graph import free_vars, tensor_dtype
+from relayquant.ir.rewrite.graph import free_vars
 
 
 def fold_known_values(mod: tvm.IRModule) -> tvm.IRModule:
-    """Rewrite f(constants) -> constant, with the reference's results (see `compute_constant`)."""
+    """Rewrite f(constants) -> constant, or a tuple of constants, and tuples -> their fields.
+
+    The results are the reference's, see `compute_constant`.
+    """
     return mutate_functions(mod, Folding(mod))
 
 
@@ -36,7 +40,15 @@ class Folding(relax.PyExprMutator):
             return visited
         known = self.builder_.normalize(with_operands(visited, operands))
         result = compute_constant(known, self._mod)
-        return visited if isinstance(result, str) else relax.const(result, tensor_dtype(known))
+        if isinstance(result, str):
+            return visited
+        return make_constant(result, known.ty)
+
+    def visit_tuple_getitem_(self, op: relax.TupleGetItem) -> relax.Expr:  # pyright: ignore[reportIncompatibleMethodOverride]
+        visited: Any = self.visit_expr_post_order(op)
+        value = self.look_up(visited.tuple_value)
+        field = value.fields[visited.index] if isinstance(value, relax.Tuple) else None
+        return field if isinstance(field, GenericConst) else visited
 
     def look_up(self, operand: relax.Expr) -> relax.Expr:
         """Return what an operand is bound to, if that is a constant, or a tuple of constants."""
@@ -45,6 +57,13 @@ class Folding(relax.PyExprMutator):
         if not isinstance(operand, relax.Var):
             return operand
         value = self.lookup_binding(operand)
-        if isinstance(value, tvm.ir.GenericConst | relax.ShapeExpr):
+        if isinstance(value, GenericConst | relax.ShapeExpr):
             return value
         return self.look_up(value) if isinstance(value, relax.Var | relax.Tuple) else operand
+
+
+def make_constant(result: Any, ty: Any) -> relax.Expr:
+    """Return an array, or a tuple of arrays, of a type as an expression."""
+    if isinstance(result, tuple):
+        return relax.Tuple([*map(make_constant, result, ty.fields)])
+    return relax.const(result, get_tensor_dtype(ty))

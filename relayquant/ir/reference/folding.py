@@ -5,6 +5,7 @@ TVM's own folding compiles them without the legalizations of `codegen`: it loses
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -15,21 +16,22 @@ from tvm.ir import Call, Op
 from relayquant.errors import ModelError
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.reference.interpreter import conform_value, evaluate_call
-from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.reference.single_call import get_tensor_dtype
+from relayquant.ir.rewrite.graph import call_name, constant_value, static_size, tensor_dtype
 
 Array = np.ndarray[Any, Any]
 
 #: A result with more elements than this and than its operands stays an operator.
 MAX_GROWTH = 2**20
 
-#: Integers of less than a byte.
-PACKED = ("int4", "uint4")
-
-#: Prefixes of operators that are more than their result, or have another each time.
-EFFECTS = ("relax.call_p", "relax.call_dps", "relax.call_inplace", "relax.random", "relax.print")
+#: Prefixes of operators that are more than their result: they call functions, which may have
+#: effects or be for another CPU, write to an operand, or allocate memory without values.
+EFFECTS = ("relax.call_", "relax.builtin.", "relax.memory.", "relax.vm.")
 
 
-def compute_constant(call: Call, mod: tvm.IRModule | None = None) -> Array | str:
+def compute_constant(
+    call: Call, mod: tvm.IRModule | None = None
+) -> Array | tuple[Array, ...] | str:
     """Compute a call of an operator on constants, shapes and numbers.
 
     Args:
@@ -37,13 +39,14 @@ def compute_constant(call: Call, mod: tvm.IRModule | None = None) -> Array | str
         mod: Module with the functions that the call uses, if it uses some.
 
     Returns:
-        The result, or why the call is not folded.
+        The result, a tuple of arrays if it is a tuple of tensors, or why the call is not folded.
     """
-    shape, name = tensor_shape(call), call_name(call)
-    if not isinstance(call.op, Op) or name.startswith(EFFECTS):
+    name = call_name(call)
+    if not isinstance(call.op, Op) or name.startswith(EFFECTS) or not call.op.get_attr("FPurity"):
         return "no operator, or one with effects"
-    if shape is None or any(isinstance(size, str) for size in shape):
-        return "the result is no tensor of known shape"
+    types = [*call.ty.fields] if isinstance(call.ty, tvm.ir.TupleType) else [call.ty]
+    if not all(map(is_stored, types)):
+        return "the result is no tensor of known shape, of a dtype that numpy has"
     fields = [
         field
         for arg in call.args
@@ -51,22 +54,39 @@ def compute_constant(call: Call, mod: tvm.IRModule | None = None) -> Array | str
     ]
     if any(isinstance(field, relax.Var | Call | relax.TupleGetItem) for field in fields):
         return "an operand is computed"
-    operands = [constant_value(field) for field in fields]
-    arrays = [array for array in operands if array is not None]
-    size = int(np.prod(shape, dtype="int64"))
-    if size > MAX_GROWTH and size > sum(array.size for array in arrays):
+    operands = [field.ty for field in fields]
+    size, given = (sum(count_elements(ty) or 0 for ty in each) for each in (types, operands))
+    if size > MAX_GROWTH and size > given:
         return "the constant would be large"
-    if tensor_dtype(call) in PACKED:
-        return "numpy has no arrays of the result's type"
-    if name == "relax.astype" and not can_hold(tensor_dtype(call), arrays[0]):
+    array = constant_value(fields[0]) if name == "relax.astype" else None
+    if array is not None and not can_hold(tensor_dtype(call), array):
         return "an integer of a float that no integer represents, which is left to the target"
     frame = Frame(mod or tvm.IRModule())
     try:
         with np.errstate(all="ignore"):
             value = evaluate_call(frame, call, name)
-            return np.array(conform_value(frame, call.ty, value, name, call))
-    except ModelError as error:  # compilation reports it, if it does not compile there either
+            found = conform_value(frame, call.ty, value, name, call)
+    except ModelError as error:  # compilation reports it, if it fails too
         return str(error)
+    return tuple(map(np.array, found)) if isinstance(found, tuple) else np.array(found)
+
+
+def is_stored(ty: Any) -> bool:
+    """Whether a type is a tensor of known shape whose elements have the same bytes in numpy."""
+    if count_elements(ty) is None:
+        return False
+    try:
+        return ty.dtype.dtype.bits == 8 * np.dtype(get_tensor_dtype(ty)).itemsize
+    except TypeError:  # numpy has no such elements, or the dtype is unknown
+        return False
+
+
+def count_elements(ty: Any) -> int | None:
+    """Return how many elements a tensor has. None if its shape is unknown, or it is no tensor."""
+    if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
+        return None
+    sizes = [static_size(size) for size in ty.shape.values]
+    return None if None in sizes else math.prod(size or 0 for size in sizes)
 
 
 def can_hold(dtype: str, array: Array) -> bool:

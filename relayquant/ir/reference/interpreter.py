@@ -193,7 +193,7 @@ def evaluate(frame: Frame, expr: Any, name: str) -> Any:
         return evaluate_call(frame, expr, name)
     if isinstance(expr, tvm.ir.Var) and expr in frame.values:
         return frame.values[expr]
-    if isinstance(expr, tvm.ir.GenericConst):
+    if isinstance(expr, tvm.ir.GenericConst) and isinstance(expr.ty, relax.TensorType):
         return view_constant(expr.value)
     if isinstance(expr, relax.Tuple):
         return tuple(evaluate(frame, element, name) for element in expr.fields)

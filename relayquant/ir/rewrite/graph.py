@@ -203,7 +203,7 @@ def free_vars(expr: relax.Expr) -> list[relax.Var]:
 
 def constant_value(expr: relax.Expr) -> np.ndarray | None:
     """Return the array of a tensor constant, else None."""
-    if isinstance(expr, GenericConst):
+    if isinstance(expr, GenericConst) and isinstance(expr.value, tvm.runtime.Tensor):
         return expr.value.numpy()
     return None
 
