@@ -103,8 +103,10 @@ class Program:
 
 
 def describe_arguments(args: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Return shapes and dtypes of arrays. None if an argument is not an array."""
-    if not all(isinstance(arg, np.ndarray) for arg in args):
+    """Return shapes and dtypes of arrays. None if an argument has to be converted to one that
+    kernels read.
+    """
+    if not all(isinstance(arg, np.ndarray) and arg.dtype.isnative for arg in args):
         return None
     return tuple((arg.shape, arg.dtype) for arg in args)
 

@@ -150,7 +150,9 @@ class Suspects:
         return [name for i, name in enumerate(self.order) if i < count or name in names]
 
     def list_spare(self, attempt: Attempt) -> list[str]:
-        """Operators that went on suspicion alone, the least sensitive first."""
+        """Operators that went on suspicion alone: the last one that was added first. In the order
+        of sensitivity, that is the least sensitive one.
+        """
         return [] if deviates(self.settings, attempt.gaps) else attempt.without(self.first)[::-1]
 
     def suffices(self, fewer: Attempt, more: Attempt) -> bool:

@@ -299,8 +299,18 @@ def test_weight__changed_in_place_under_another_name(name, view):
     np.testing.assert_allclose(found, run(mod, [x, weight])[0], rtol=1e-4, atol=1e-4)
 
 
-def test_bias__changed_while_another_thread_holds_it():
-    """What a call reads is a copy: the packed weight of the last call is not a view."""
+def test_arguments__of_foreign_bytes_and_tensors_are_converted_in_each_call():
+    mod = build_model(lambda e, x, w: e("y", op.nn.conv2d(x, w)), (1, 4, 5, 5), (8, 4, 3, 3))
+    module, (x, w) = EagerModule(mod), draw(mod)
+    (want,) = run(mod, [x, w])
+    mixed = [tvm.runtime.tensor(x), w.astype(">f4")]
+    for args in ([x.astype(">f4"), w], [x, w.astype(">f4")], mixed, [x, w]):
+        for _ in range(2):
+            (found,) = module.run("main", args)
+            np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
+
+
+def test_weight__that_is_kept_is_no_view_of_what_the_caller_changes():
     kept, frame, var = LastMade(), Frame(tvm.IRModule()), relax.Var("b", relax.TensorType((4,)))
     array = frame.values[var] = np.ones(4, "float32")
     made = kept.get(frame, [Variable(var)], lambda given: given)
