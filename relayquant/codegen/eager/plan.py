@@ -11,6 +11,7 @@ from tvm import relax
 from tvm.ir import Call, GenericConst
 
 from relayquant.base.runtime import align_array, view_constant
+from relayquant.codegen.eager.affine import AFFINE, AffineStep, read_affine
 from relayquant.codegen.eager.call import CallStep
 from relayquant.codegen.eager.chains import LINKS, find_chain, make_chain
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
@@ -115,6 +116,8 @@ class Planner:
         self.objects = {var: var for var in (*params, *bound)}
         self.params = set(params)
         self.claimed: set[relax.Var] = set()
+        #: sums of products that stay float32, as their reader takes them so
+        self.sums: set[relax.Var] = set()
 
     def plan(self) -> Iterator[Step]:
         """Return the steps in order.
@@ -253,11 +256,39 @@ class Planner:
             self.operand(data),
             int(zero_point.item()),
             rows,
-            str(call.attrs.out_dtype),
+            self.choose_sums(root, str(call.attrs.out_dtype)),
             self.kernels,
         )
         self.claimed.add(root)
         return self.make_step(root, [data], step.run, step.product.key)
+
+    def choose_sums(self, root: relax.Var, dtype: str) -> str:
+        """Choose the dtype in which sums of the given dtype are passed on."""
+        user = self.graph.only_user(root)
+        if dtype == "int32" and user is not None and op_name(self.values[user]) == "relax.add":
+            user = self.graph.only_user(user)
+        if dtype != "int32" or user is None or op_name(self.values[user]) not in AFFINE:
+            return dtype
+        found = read_affine(self.graph, user)
+        if isinstance(found, Skip) or not any(
+            each.data.same_as(root) for each in found[0].operands
+        ):
+            return dtype
+        self.sums.add(root)
+        return "float32"
+
+    def plan_affine(self, root: relax.Var) -> Step | Skip:
+        """Plan the step of an operator on affine integers, and of biases before it."""
+        found = read_affine(self.graph, root)
+        if isinstance(found, Skip):
+            return found
+        call, between = found
+        data = [operand.data for operand in call.operands]
+        dtypes = ["float32" if each in self.sums else str(each.ty.dtype) for each in data]
+        self.claimed.update((*between, root))
+        operands, result = [*map(self.operand, data)], self.find_object(root)
+        step = AffineStep(call, call.plan_rows(dtypes), operands, result, self.kernels)
+        return self.make_step(root, data, step.run, step.key)
 
     # ---- operators on rows ----
 
@@ -410,6 +441,7 @@ EAGER_RULES: tuple[Rule[Planner, relax.Var, Step], ...] = (
     make_rule(Planner.plan_matmul, "relax.matmul"),
     make_rule(Planner.plan_integer_convolution, *INTEGER_CONVOLUTIONS),
     make_rule(Planner.plan_integer_dense, "relax.qnn.dense"),
+    make_rule(Planner.plan_affine, *AFFINE),
     make_rule(Planner.plan_rounding, "relax.qnn.simulated_quantize"),
     make_rule(Planner.plan_softmax, "relax.nn.softmax"),
     make_rule(Planner.plan_layer_norm, "relax.nn.layer_norm"),

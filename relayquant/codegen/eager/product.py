@@ -413,7 +413,7 @@ class IntegerProductStep:
 
     Attributes:
         zero_point: Of the data.
-        dtype: Of the result.
+        dtype: Of the result. float32 if its reader takes the integers so.
     """
 
     def __init__(
@@ -435,7 +435,9 @@ class IntegerProductStep:
         """Compute the sums."""
         x = self.layout.to_kernel(self.data.read(frame)).astype("float32")
         x -= self.zero_point
-        y = self.product.multiply(x, self.weight).astype("int32").astype(self.dtype, copy=False)
+        y = self.product.multiply(x, self.weight)
+        if self.dtype != "float32":
+            y = y.astype("int32").astype(self.dtype, copy=False)
         frame.values[self.result] = self.layout.from_kernel(y)
 
 
