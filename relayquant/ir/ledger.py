@@ -162,6 +162,8 @@ class GuardResult(PlainFields):
         stream_sqnr: SQNR of the worst output in the last halves of sequences, with both models
             going on from their own state. None without state or sequences.
         answers, equal: See `Agreement`. `equal` is None in ledgers of older versions.
+        part, part_sqnr: The weakest of the values that outputs concatenate, such as the scores of a
+            detector beside its places, and its SQNR. "" and None if no output concatenates any.
     """
 
     samples: int
@@ -188,6 +190,8 @@ class GuardResult(PlainFields):
     equal: int | None = None
     ranged: tuple[str, ...] = ()
     widened: tuple[str, ...] = ()
+    part: str = ""
+    part_sqnr: float | None = None
 
     @property
     def agreement(self) -> Agreement:
@@ -214,6 +218,12 @@ class GuardResult(PlainFields):
         changes = list_changes(self.reverted, self.ranged, self.widened)
         return [f"{what}: {', '.join(names)}" for what, names in changes]
 
+    def describe_part(self) -> str:
+        """Describe the weakest part of the outputs. Return "" if none is weaker than an output."""
+        if self.part_sqnr is None or self.part_sqnr >= self.sqnr:
+            return ""
+        return f"the part {self.part!r} has {describe_sqnr(self.part_sqnr)}"
+
     def describe(self) -> str:
         """Describe the measurements, and what they say of other data."""
         notes = []
@@ -230,6 +240,8 @@ class GuardResult(PlainFields):
             notes.append(f"on those held back {describe_sqnr(self.held_sqnr)}")
         if self.stream_sqnr is not None:
             notes.append(f"at the end of sequences {describe_sqnr(self.stream_sqnr)}")
+        if weak := self.describe_part():
+            notes.append(weak)
         return "; ".join([str(self.agreement), *notes])
 
 
@@ -373,6 +385,8 @@ class Ledger(PlainFields):
                 measured += f", {self.guard.disagreement:.1%} of the answers clearly different"
             if self.guard.held_sqnr is not None and self.guard.held_back < self.guard.samples:
                 measured += f", on those held back {describe_sqnr(self.guard.held_sqnr)}"
+            if weak := self.guard.describe_part():
+                measured += f", {weak}"
             parts.append(f"outputs: {measured}")
             parts += [f"for that, {change}" for change in self.guard.describe_changes()]
         parts += self.describe_floating()

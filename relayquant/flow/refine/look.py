@@ -5,8 +5,8 @@ model's, and whether that is too far.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,10 @@ import tvm
 from relayquant.analysis.confidence import bound_share
 from relayquant.analysis.outputs import (
     GapMeter,
+    GapSums,
     OutputGap,
     find_agreement,
+    order_inputs,
 )
 from relayquant.config import GuardSettings
 from relayquant.data import (
@@ -36,6 +38,8 @@ from relayquant.ir.agreement import MOST_DECIBELS
 from relayquant.ir.ledger import (
     GuardResult,
 )
+from relayquant.ir.rewrite import Graph
+from relayquant.stages.calibration.output_parts import find_parts
 from relayquant.stages.prepared import PreparedModel, TunedBatches
 
 
@@ -66,6 +70,7 @@ class Look:
         held_back: How many of them, at the beginning, calibration did not read.
         held_gaps: Of every output, over these alone.
         ranged: Operators of the module that read their data's range at run time; see `loudness`.
+        parts: Of every value that an output concatenates, by name.
     """
 
     first: list[Batch]
@@ -78,6 +83,7 @@ class Look:
     held_back: int = 0
     held_gaps: Sequence[OutputGap] = ()
     ranged: tuple[str, ...] = ()
+    parts: Mapping[str, OutputGap] = field(default_factory=dict)
 
     def summarize(self) -> GuardResult:
         """For the ledger, what the gaps say: the worst of all outputs."""
@@ -88,6 +94,7 @@ class Look:
             number = self.numbers[int(np.argmin(worst.each))]
         by_output = tuple(clip_decibels(gap.sqnr) for gap in gaps)
         agreement = find_agreement(gaps, len(self.numbers))
+        part = min(self.parts, key=lambda name: self.parts[name].sqnr, default="")
         return GuardResult(
             len(self.numbers),
             min(by_output, default=clip_decibels(math.inf)),
@@ -107,7 +114,30 @@ class Look:
             answers=agreement.answers,
             equal=agreement.equal,
             ranged=self.ranged,
+            part=part,
+            part_sqnr=clip_decibels(self.parts[part].sqnr) if part else None,
         )
+
+
+class PartMeter:
+    """Measures the gap of every value that an output concatenates: places hide scores there."""
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        self.view, self.sums = Graph(mod), dict[str, GapSums]()
+
+    def measure(
+        self, batch: Batch, expected: Sequence[np.ndarray], got: Sequence[np.ndarray]
+    ) -> None:
+        """Add the results of both modules on one more batch, in real units."""
+        for part in find_parts(self.view, batch):
+            if part.elements is not None:
+                sums = self.sums.setdefault(part.value.name, GapSums())
+                sums.update([part.take(expected)], [part.take(got)], count_samples(batch))
+
+    @property
+    def gaps(self) -> dict[str, OutputGap]:
+        """The gaps so far, by name."""
+        return {name: sums.gaps[0] for name, sums in self.sums.items()}
 
 
 def clip_decibels(value: float) -> float:
@@ -133,7 +163,8 @@ def look_at_samples(
     """
     settings, is_held_out = quantizing.guarding, quantizing.validation_dataset is not None
     tuned = TunedBatches() if is_held_out else prepared.tuned
-    meter, parts, first = GapMeter(prepared.mod, qmod), [], 0
+    meter, joined = GapMeter(prepared.mod, qmod), PartMeter(prepared.mod)
+    parts, first = [], 0
     held = set() if sample.held is None else sample.held.all_numbers
     #: batches at the beginning that calibration did not read, and their gaps
     held_back, held_gaps = 0, []
@@ -141,7 +172,8 @@ def look_at_samples(
     both = {*tuned.judged, *tuned.fitted}
     for fresh in sample.rounds(plan_looks(prepared, settings), (both, tuned.judged)):
         for part in fresh:
-            meter.measure(part.batch)
+            expected = meter.first.run("main", order_inputs(prepared.mod, part.batch))
+            joined.measure(part.batch, expected, meter.measure(part.batch, expected))
             parts.append(part)
             if held.issuperset(part.numbers) and held_back == len(parts) - 1:
                 held_back, held_gaps = len(parts), meter.gaps
@@ -165,6 +197,7 @@ def look_at_samples(
         is_held_out,
         sum(len(part.numbers) for part in parts[:held_back]),
         held_gaps,
+        parts=joined.gaps,
     )
 
 

@@ -252,6 +252,41 @@ def test_guard__warns_in_between(digits, broken):
     assert Ledger.from_dict(rq.ledger(qmod).to_dict()).guard == seen
 
 
+def test_guard__a_weak_part_that_the_other_hides_is_named():
+    """Places of a large range stand beside scores that a bad range spoils."""
+
+    def body(emit, x):
+        places = emit("places", relax.op.multiply(emit.dense("first", x, 8), relax.const(100.0)))
+        hidden = emit("hidden", relax.op.nn.relu(emit.dense("inner", x, 8)))
+        return emit("both", relax.op.concat([places, emit.dense("scores", hidden, 8)], 1))
+
+    def clip_scores(info, samples):
+        high = max(float(np.abs(array).max()) for array in samples)
+        high /= 8 if info.name == "hidden" else 1
+        return rq.choose_qparams(-high, high, info.spec)
+
+    mod = build_model(body, ("n", 16))
+    rng = np.random.default_rng(0)
+    data = [{"x": rng.normal(size=(8, 16)).astype("float32")} for _ in range(8)]
+    observers = [(clip_scores, True), (None, False)]
+    for observer, is_weak in observers:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", rq.AccuracyWarning)
+            qmod = rq.quantize(mod, None, data, observer=observer, callbacks=())
+        seen = rq.ledger(qmod).guard
+        rows = {"x": np.concatenate([batch["x"] for batch in data])[[*seen.numbers]]}
+        real, got = (rq.reference.run(each, rows)[0][:, 8:] for each in (mod, qmod))
+        decibels = 10 * np.log10((real**2).sum() / ((got - real) ** 2).sum())
+        assert bool(decibels < 15) is is_weak
+        assert seen.deviates_slightly is is_weak
+        assert seen.part == "scores"
+        assert seen.part_sqnr == pytest.approx(decibels, abs=0.01)
+        assert seen.sqnr > 30
+        text = f"the part 'scores' has {decibels:.1f} dB SQNR"
+        assert [text in str(each.message) for each in caught] == [True] * is_weak
+        assert text in rq.ledger(qmod).summarize()
+
+
 def test_guard__integers_alone_are_wrong_one_operator_goes_back():
     """What the simulation does not see: neither data nor ranges are blamed, nor other layers."""
 
