@@ -18,6 +18,7 @@ from relayquant.errors import ModelError
 from relayquant.ir.reference.frame import Frame, match_shape
 from relayquant.ir.reference.interpreter import evaluate
 from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.expressions import shape_of
 from relayquant.ir.rewrite.graph import iterate_results, result_expr, tensor_shape
 from relayquant.ir.rewrite.moves import MOVES
 
@@ -51,7 +52,8 @@ def find_parts(view: Graph, inputs: Mapping[str, Array]) -> list[OutputPart]:
     """Return the parts of all results of main on inputs of these shapes, in order."""
     frame = Frame(view.mod)
     for param in view.func.params:
-        match_shape(frame, param.name, param.ty.shape.values, inputs[param.name].shape)
+        if dims := shape_of(param):
+            match_shape(frame, param.name, dims, inputs[param.name].shape)
     found: list[OutputPart] = []
     for i, result in enumerate(iterate_results(result_expr(view))):
         values = list_parts(view, result) if isinstance(result, relax.Var) else [result]
@@ -108,7 +110,9 @@ def label_elements(
     """
     try:
         for k, part in enumerate(parts):
-            shape = tuple(evaluate(frame, size, part.name) for size in part.ty.shape.values)
+            if not (dims := shape_of(part)):
+                return None  # of a tensor whose sizes no type says
+            shape = tuple(evaluate(frame, size, part.name) for size in dims)
             frame.values[part] = np.full(shape, k, "int32")
         label_value(view, frame, result)
     except ModelError:

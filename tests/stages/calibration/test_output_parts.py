@@ -61,3 +61,15 @@ def test_find_parts__is_the_whole_result_where_a_part_has_no_place_in_each_sampl
     (part,) = find_parts(Graph(build_model(body, (2, 4))), {"x": np.zeros((2, 4), "float32")})
     whole = np.zeros((4, 5))
     assert part.take([whole]) is whole
+
+
+def test_find_parts__is_the_whole_result_where_no_type_says_the_sizes():
+    x = relax.Var("x", relax.TensorType(dtype="float32", ndim=2))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            first, second = builder.emit(op.tanh(x)), builder.emit(op.exp(x))
+            both = builder.emit_output(op.concat([first, second], 1))
+        builder.emit_func_output(both)
+    (part,) = find_parts(Graph(builder.finalize()), {"x": np.zeros((2, 4), "float32")})
+    assert part.elements is None
