@@ -24,6 +24,9 @@ Array = np.ndarray[Any, Any]
 #: A result with more elements than this and than its operands stays an operator.
 MAX_GROWTH = 2**20
 
+#: The only dtype of less than a byte whose arrays TVM takes from numpy and gives to it.
+PACKED = "float4_e2m1fn"
+
 #: Prefixes of operators that are more than their result: they call functions, which may have
 #: effects or be for another CPU, write to an operand, or allocate memory without values.
 EFFECTS = ("relax.call_", "relax.builtin.", "relax.memory.", "relax.vm.")
@@ -72,11 +75,14 @@ def compute_constant(
 
 
 def is_stored(ty: Any) -> bool:
-    """Whether a type is a tensor of known shape whose elements have the same bytes in numpy."""
+    """Whether a type is a tensor of known shape whose elements have the same bytes in numpy, or are
+    those of float4, which TVM packs and unpacks.
+    """
     if count_elements(ty) is None:
         return False
+    dtype = get_tensor_dtype(ty)
     try:
-        return ty.dtype.dtype.bits == 8 * np.dtype(get_tensor_dtype(ty)).itemsize
+        return dtype == PACKED or ty.dtype.dtype.bits == 8 * np.dtype(dtype).itemsize
     except TypeError:  # numpy has no such elements, or the dtype is unknown
         return False
 
