@@ -120,15 +120,15 @@ def load_torch_frontend() -> Any:
 
 
 def build_bytecode(lowered: Any, target: Any, kernels: Any) -> Any:
-    """Build the executable of a lowered module whose TIR functions are already compiled into the
-    library `kernels`.
+    """Build the executable of a lowered module whose TIR functions are already compiled into
+    libraries, the list `kernels`.
     """
     from tvm import relax
     from tvm.relax import vm_build
 
     builder = relax.ExecBuilder()
     vm_build._vmcodegen(builder, lowered)
-    return vm_build._vmlink(builder, target, ext_libs=[kernels])
+    return vm_build._vmlink(builder, target, ext_libs=kernels)
 
 
 def read_host_features() -> dict[str, bool]:

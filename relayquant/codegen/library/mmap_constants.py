@@ -146,16 +146,22 @@ class MappedExecutable(relax.VMExecutable):
 
     def map_constants(self, addons: list[str], folder: Path) -> relax.VMExecutable:
         """Return an executable whose large constants are in an object file, which is added to
-        `addons`. Without large constants, return this one.
+        `addons`. Without large constants, the file has none.
+
+        It is always a new one. A virtual machine writes an empty memory scope for each constant
+        into the executable that it runs. A library with scopes prints a warning for each of them
+        when it is saved, and again in every process that loads it.
         """
-        constants = find_large_constants(self._lowered)
-        if not constants or not can_map(self._lowered, self.target):
-            return relax.VMExecutable(self.mod)
-        (kernels,) = self.mod.imports
-        called = expand_weights(call_provider(self._lowered, constants))
-        described = str(kernels["_get_target_string"]())
-        addons.append(str(write_constants([*constants.values()], self.target, described, folder)))
-        return build_bytecode(called, self.target, kernels)
+        lowered, constants = self._lowered, {}
+        if can_map(lowered, self.target):
+            constants = find_large_constants(lowered)
+        if constants:
+            (kernels,) = self.mod.imports
+            described = str(kernels["_get_target_string"]())
+            sources = [*constants.values()]
+            addons.append(str(write_constants(sources, self.target, described, folder)))
+            lowered = call_provider(lowered, constants)
+        return build_bytecode(expand_weights(lowered), self.target, [*self.mod.imports])
 
 
 def can_describe(mod: tvm.IRModule, target: Target) -> bool:

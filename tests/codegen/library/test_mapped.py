@@ -98,6 +98,28 @@ def test_mapped__small_constants_stay_with_the_bytecode(tmp_path):
     assert mapped.PROVIDER.encode() not in (tmp_path / "small.so").read_bytes()
 
 
+def test_mapped__saving_after_a_run_is_silent(tmp_path, capfd):
+    """TVM's virtual machine changes the executable that it runs, and each load tells of it."""
+    array, rows = np.arange(8, dtype="float32").reshape(4, 2), np.array([3, 1], "int32")
+    executable = rq.compile(build_takes([array]))
+    rq.Executor(executable).run("main", [rows])
+    executable.export_library(str(tmp_path / "late.so"))
+    machine = rq.Executor(tvm.runtime.load_module(str(tmp_path / "late.so")))
+    np.testing.assert_array_equal(machine.run("main", [rows])[0], array[rows])
+    assert "Scope" not in capfd.readouterr().err
+
+
+def test_mapped__modules_without_kernels_are_saved(tmp_path):
+    x = relax.Var("x", relax.TensorType((2,), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        builder.emit_func_output(x)
+    rq.compile(builder.finalize()).export_library(str(tmp_path / "same.so"))
+    machine = rq.Executor(tvm.runtime.load_module(str(tmp_path / "same.so")))
+    array = np.ones(2, "float32")
+    np.testing.assert_array_equal(machine.run("main", [array])[0], array)
+
+
 MEMORY = """
 import sys
 import numpy as np
