@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from relayquant.base.runtime import find_memory_axes
+
 #: Elements that are summed at a time. They stay in the cache, and they are too few for BLAS to wake
 #: its threads, which takes longer than the sum.
 BLOCK = 1 << 13
@@ -79,7 +81,12 @@ class ErrorSums(NoiseSums):
 def iterate_blocks(
     expected: np.ndarray, got: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Iterate over both arrays in float64, `BLOCK` elements at a time."""
-    x, y = expected.reshape(-1), got.reshape(-1)
+    """Iterate over both arrays in float64, `BLOCK` elements at a time.
+
+    The order is the memory order of `expected`. In another order, channels that lie last in memory
+    would be copied to where they are first.
+    """
+    axes = find_memory_axes(expected)
+    x, y = (array.transpose(axes).reshape(-1) for array in (expected, got))
     for start in range(0, x.size, BLOCK):
         yield x[start : start + BLOCK].astype("float64"), y[start : start + BLOCK].astype("float64")

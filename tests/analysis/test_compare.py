@@ -55,6 +55,20 @@ def test_error_sums__of_many_blocks():
     assert sums.largest == np.abs(b - a).max()
 
 
+@pytest.mark.parametrize("order", [(0, 3, 1, 2), (3, 2, 1, 0)])
+def test_error_sums__of_any_memory_order(order):
+    rng = np.random.default_rng(4)
+    x, y = (rng.normal(size=(2, 30, 5, 70)).astype("float32") for _ in range(2))
+    inverse = np.argsort(order)
+    x = np.ascontiguousarray(x.transpose(order)).transpose(inverse)
+    assert not x.flags.c_contiguous
+    for other in (y, np.ascontiguousarray(y.transpose(order)).transpose(inverse)):
+        sums = ErrorSums().update(x, other)
+        error = other.astype("float64") - x
+        np.testing.assert_allclose(sums.noise, np.square(error).sum(), rtol=1e-12)
+        np.testing.assert_allclose(sums.dot, (x.astype("float64") * other).sum(), rtol=1e-9)
+
+
 def test_error_sums__equal_arrays():
     sums = ErrorSums().update(np.zeros(3), np.zeros(3))
     assert sums.sqnr == float("inf")
