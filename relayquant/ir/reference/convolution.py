@@ -248,8 +248,8 @@ class Window:
         return pads, outputs
 
 
-def pool_windows(data: Array, window: Window, fill: Any) -> Iterator[Array]:
-    """Iterate over the data at each tap of the window, in the shape of the output: N, spatial, C.
+def pad_pooled(data: Array, window: Window, fill: Any) -> tuple[Array, list[int]]:
+    """Return the data with its padding, as N, spatial, C, and the spatial sizes of the output.
 
     `data` has the window's layout. Beyond the borders, the data is `fill`.
     """
@@ -257,6 +257,31 @@ def pool_windows(data: Array, window: Window, fill: Any) -> Iterator[Array]:
     pads, outputs = window.fit(x.shape[1:-1])
     if np.any(pads):
         x = np.pad(x, [(0, 0), *pads, (0, 0)], constant_values=fill)
+    return x, outputs
+
+
+def max_windows(data: Array, window: Window, fill: Any) -> Array:
+    """Return the largest value of each window: N, spatial, C. See `pad_pooled`.
+
+    A window is taken along one axis after the other, which reads fewer values than all its taps.
+    """
+    x, outputs = pad_pooled(data, window, fill)
+    for axis, numbers in enumerate(zip(outputs, *window.expand(), strict=True), start=1):
+        output, size, stride, dilation = numbers
+        before = (slice(None),) * axis
+        taps = [x[(*before, *at)] for _, at in iterate_taps([size], [output], [stride], [dilation])]
+        x = taps[0] if size == 1 else np.maximum(*taps[:2])
+        for tap in taps[2:]:
+            np.maximum(x, tap, out=x)
+    return x
+
+
+def pool_windows(data: Array, window: Window, fill: Any) -> Iterator[Array]:
+    """Iterate over the data at each tap of the window, in the shape of the output: N, spatial, C.
+
+    `data` has the window's layout. Beyond the borders, the data is `fill`.
+    """
+    x, outputs = pad_pooled(data, window, fill)
     size, strides, dilation = window.expand()
     for _, at in iterate_taps(size, outputs, strides, dilation):
         yield x[(slice(None), *at)]

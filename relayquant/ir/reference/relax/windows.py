@@ -11,6 +11,7 @@ from relayquant.ir.reference import convolution
 from relayquant.ir.reference.convolution import (
     Window,
     count_window_values,
+    max_windows,
     permute_layout,
     pool_windows,
 )
@@ -97,11 +98,7 @@ def to_out_layout(channels_last: Array, attrs: Any) -> Array:
 def max_pool(args: list[Any], attrs: Any) -> Any:
     (data,) = args
     lowest = np.iinfo(data.dtype).min if data.dtype.kind in "iu" else -np.inf
-    taps = pool_windows(data, get_window(attrs), lowest)
-    result = next(taps).copy()
-    for tap in taps:
-        np.maximum(result, tap, out=result)
-    return to_out_layout(result, attrs)
+    return to_out_layout(max_windows(data, get_window(attrs), lowest), attrs)
 
 
 def avg_pool(args: list[Any], attrs: Any) -> Any:
