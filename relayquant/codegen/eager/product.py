@@ -290,8 +290,11 @@ class ProductRunner:
         weight: ProductWeight,
         bias: Any = None,
         residual: np.ndarray | None = None,
+        zero_point: np.float32 | None = None,
     ) -> np.ndarray:
-        """Multiply data by a weight, add tensor and array, and clip."""
+        """Multiply data by a weight, add tensor and array, and clip. The data may be integers with
+        a zero point.
+        """
         call = self.calls.get(x.shape)
         if call is None:
             if len(self.calls) == MOST_SHAPES:
@@ -300,7 +303,7 @@ class ProductRunner:
         y = empty_aligned(call.out_shape, "float32")
         if not y.size or not x.size:
             return y
-        images = pad_images(x.reshape(call.data_view), call.spec)
+        images = pad_images(x.reshape(call.data_view), call.spec, zero_point)
         kernel, result = self.kernel, view_aligned(y.reshape(-1))
         bias = self.no_bias if bias is None else bias
         added = result if residual is None else view_flat(residual)
@@ -433,9 +436,8 @@ class IntegerProductStep:
 
     def run(self, frame: Frame) -> None:
         """Compute the sums."""
-        x = self.layout.to_kernel(self.data.read(frame)).astype("float32")
-        x -= self.zero_point
-        y = self.product.multiply(x, self.weight)
+        x = self.layout.to_kernel(self.data.read(frame))
+        y = self.product.multiply(x, self.weight, zero_point=self.zero_point)
         if self.dtype != "float32":
             y = y.astype("int32").astype(self.dtype, copy=False)
         frame.values[self.result] = self.layout.from_kernel(y)

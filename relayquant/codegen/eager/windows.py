@@ -67,10 +67,25 @@ def find_windows(spec: FloatConv2d) -> WindowTables:
     )
 
 
-def pad_images(images: np.ndarray, spec: FloatConv2d) -> np.ndarray:
-    """Return images (N, H, W, C) in this memory order, with the padding of `spec`."""
+def pad_images(
+    images: np.ndarray, spec: FloatConv2d, zero_point: np.float32 | None = None
+) -> np.ndarray:
+    """Return images (N, H, W, C) in this memory order, with the padding of `spec`. Integers are
+    read less their zero point.
+    """
+
+    def read(part: np.ndarray, to: np.ndarray) -> None:
+        if zero_point is None:
+            to[...] = part
+        else:  # one pass over memory, a few numbers of other types at a time
+            np.subtract(part, zero_point, out=to, dtype="float32")
+
     if not any(spec.padding):
-        return align_array(images)
+        if zero_point is None:
+            return align_array(images)
+        centred = empty_aligned(images.shape, "float32")
+        read(images, centred)
+        return centred
     (height, width), (top, left, _, _) = spec.padded_size, spec.padding
     padded = empty_aligned((len(images), height, width, spec.in_channels), "float32")
     below, right = top + spec.height, left + spec.width
@@ -79,7 +94,7 @@ def pad_images(images: np.ndarray, spec: FloatConv2d) -> np.ndarray:
     inside = padded[:, top:below, left:right]
     if spec.in_channels < FEW_CHANNELS and images.strides[-1] > images.strides[-2]:
         for channel in range(spec.in_channels):  # planes: numpy would copy a few numbers at a time
-            inside[..., channel] = images[..., channel]
+            read(images[..., channel], inside[..., channel])
     else:
-        inside[...] = images
+        read(images, inside)
     return padded
