@@ -34,6 +34,7 @@ from relayquant.codegen.eager.recurrent import RecurrentStep
 from relayquant.codegen.eager.rounding import ROUND, RoundingStep
 from relayquant.codegen.eager.rows import (
     EACH,
+    LEAKY_RELU,
     Prelu,
     RowStep,
     make_norm,
@@ -328,6 +329,13 @@ class Planner:
         slopes = np.broadcast_to(view_constant(slope.value).reshape(-1), (width,))
         return self.plan_rows(root, KernelKey(make_prelu, Prelu(width)), width, [slopes])
 
+    def plan_leaky_relu(self, root: relax.Var) -> Step | Skip:
+        """Plan the step of a leaky_relu."""
+        if not is_float32(root):
+            return decline("not float32 of known rank")
+        slope = np.array([float(self.values[root].attrs.alpha)], "float32")
+        return self.plan_rows(root, LEAKY_RELU, 1, [slope])
+
     def plan_each(self, root: relax.Var) -> Step | Skip:
         """Plan the step of a function of each value."""
         if not is_float32(root):
@@ -446,6 +454,7 @@ EAGER_RULES: tuple[Rule[Planner, relax.Var, Step], ...] = (
     make_rule(Planner.plan_softmax, "relax.nn.softmax"),
     make_rule(Planner.plan_layer_norm, "relax.nn.layer_norm"),
     make_rule(Planner.plan_prelu, "relax.nn.prelu"),
+    make_rule(Planner.plan_leaky_relu, "relax.nn.leakyrelu"),
     make_rule(Planner.plan_each, *EACH),
     make_rule(Planner.plan_recurrence, *RECURRENT_OPERATORS),
     make_rule(Planner.plan_chain, *LINKS),

@@ -1,5 +1,5 @@
-"""Softmax, layer norm, prelu, gelu and sigmoid of float32 -> steps that run one kernel for any
-number of rows.
+"""Softmax, layer norm, prelu, leaky_relu, gelu and sigmoid of float32 -> steps that run one kernel
+for any number of rows.
 
 Compiled models have the same kernels of softmax and layer norm, which give the reference's bits.
 gelu differs by at most 3e-7 of its operand, sigmoid by as much of its result. Both are many times
@@ -27,12 +27,18 @@ from relayquant.base.runtime import (
 )
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import Operand
-from relayquant.codegen.kernels.emit import build_kernel, constant, load_vector, store_vector
+from relayquant.codegen.kernels.emit import (
+    broadcast,
+    build_kernel,
+    constant,
+    load_vector,
+    store_vector,
+)
 from relayquant.codegen.kernels.floating import row_norm, softmax
 from relayquant.codegen.kernels.floating.curve import emit_erf
 from relayquant.codegen.kernels.floating.row_norm import RowNorm
 from relayquant.codegen.kernels.floating.softmax import Softmax, emit_exp
-from relayquant.codegen.kernels.floating.tile import Expr, FloatIsa, declare_arguments
+from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa, declare_arguments
 from relayquant.ir.reference.frame import Frame
 
 
@@ -103,6 +109,21 @@ def make_sigmoid(spec: EachValue, isa: FloatIsa, name: str) -> PrimFunc:
 def make_silu(spec: EachValue, isa: FloatIsa, name: str) -> PrimFunc:
     """Make PrimFunc(x (n, 1), y (n, 1)): y = x / (1 + e^-x)."""
     return make_each(lambda value, width: value * emit_sigmoid(value, width), isa, name)
+
+
+def make_leaky_relu(spec: EachValue, isa: FloatIsa, name: str) -> PrimFunc:
+    """Make PrimFunc(x (n, 1), slope (1,), y (n, 1)): y = x, times the slope where x is no positive
+    number.
+    """
+
+    def compute(value: Expr, width: int, slope: Buffer) -> Expr:
+        scaled = value * broadcast(slope[0], width)
+        return T.Select(value > constant("float32", 0, width), value, scaled)
+
+    return make_each(compute, isa, name, ("slope", (1,)))
+
+
+LEAKY_RELU = KernelKey(make_leaky_relu, EachValue())
 
 
 def emit_sigmoid(value: Expr, width: int) -> Expr:

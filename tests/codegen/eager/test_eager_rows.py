@@ -72,6 +72,18 @@ def test_prelu__along_another_axis_in_numpy():
     np.testing.assert_array_equal(module.run("main", [x])[0], want)
 
 
+@pytest.mark.parametrize("slope", [0.01, 0.3, 1.5, -0.5, 0.0])
+def test_leaky_relu__is_x_or_its_product_with_the_slope(slope):
+    mod = build_model(lambda e, x: e("y", op.nn.leakyrelu(x, slope)), ("n", 5, 7))
+    module, x = EagerModule(mod), draw(3, 5, 7)
+    assert isinstance(runners(module)[0], RowStep)
+    x[0, 0, :3] = np.nan, np.inf, -np.inf
+    for data in (x, np.asfortranarray(x), x[:0]):
+        with np.errstate(invalid="ignore"):
+            want = np.where(data > 0, data, data * np.float32(slope))
+        np.testing.assert_array_equal(module.run("main", [data])[0], want)
+
+
 def test_gelu__near_the_error_function_everywhere():
     mod = build_model(lambda e, x: e("y", op.nn.gelu(x)), ("n", 3))
     module, x = EagerModule(mod), np.linspace(-30, 30, 30003, dtype="float32").reshape(-1, 3)
