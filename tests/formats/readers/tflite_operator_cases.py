@@ -1115,7 +1115,7 @@ def network_cases() -> Iterator[Case]:
     for slopes in ((3,), (1, 1, 3), (5, 7, 3), (1,), (1, 7, 1)):
         yield Case("PRELU", [IMAGE, numbers(*slopes)], lambda x, a: np.where(x < 0, x * a, x))
     for align, half in ((False, False), (True, False), (False, True)):
-        for size in ((10, 7), (3, 4), (5, 13)):
+        for size in ((10, 7), (3, 4), (5, 13), (1, 9), (1, 1)):
             fields = {"AlignCorners": align, "HalfPixelCenters": half}
             yield Case(
                 "RESIZE_BILINEAR",

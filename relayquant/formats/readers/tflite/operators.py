@@ -506,6 +506,23 @@ def convert_resize_nearest(converter: Any, op: Any) -> relax.Expr:
     return data
 
 
+def convert_resize_bilinear(converter: Any, op: Any) -> relax.Expr:
+    """Convert RESIZE_BILINEAR. With aligned corners, TVM divides by the size less 1. Where that is
+    0, TFLite takes the first element, which is also the first of two aligned ones.
+    """
+    sizes = read_constant(converter, op, 1).tolist()
+    if 1 not in sizes or not read_options(op, "ResizeBilinearOptions").AlignCorners():
+        return converter.convert_resize_bilinear(op)
+    (data, _), (result,) = converter.get_input_tensors(op), converter.get_output_tensors(op)
+    value, emit = converter.get_tensor_expr(data), converter.bb.emit
+    if data.qnn_params:
+        value = emit(converter.dequantize(value, data))
+    wide = tuple(max(2, size) for size in sizes)
+    value = emit(relax.op.image.resize2d(value, wide, None, "NHWC", "linear", "align_corners", ""))
+    value = emit(relax.op.strided_slice(value, [1, 2], [0, 0], sizes))
+    return converter.quantize(value, result) if result.qnn_params else value
+
+
 def convert_suppression(converter: Any, op: Any) -> relax.Expr:
     """Convert NON_MAX_SUPPRESSION_V4 and V5. After the selected boxes come zeros, in TVM -1."""
     bb, is_fourth = converter.bb, converter.kind == "NON_MAX_SUPPRESSION_V4"
@@ -588,6 +605,7 @@ OPERATORS: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
     "RANDOM_STANDARD_NORMAL": refuse_random,
     "RANDOM_UNIFORM": refuse_random,
     "RESHAPE": convert_reshape,
+    "RESIZE_BILINEAR": convert_resize_bilinear,
     "RESIZE_NEAREST_NEIGHBOR": convert_resize_nearest,
     "REVERSE_V2": convert_reverse,
     "RFFT2D": convert_rfft2d,
