@@ -35,12 +35,24 @@ Composite = Callable[..., Any]
 
 def write_addmv(data: Any, matrix: Any, vector: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """Write addmv as beta * data + alpha * (matrix @ vector)."""
-    return data * beta + matrix.matmul(vector) * alpha
+    return add_scaled(data, matrix.matmul(vector), beta, alpha)
 
 
 def write_addbmm(data: Any, first: Any, second: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """Write addbmm as beta * data + alpha * sum of the products."""
-    return data * beta + first.matmul(second).sum(0) * alpha
+    return add_scaled(data, first.matmul(second).sum(0, dtype=data.dtype), beta, alpha)
+
+
+def add_scaled(data: Any, product: Any, beta: Any, alpha: Any) -> Any:
+    """Return beta * data + alpha * product. For integers, PyTorch cuts off the fractions of the
+    factors. A factor 0 leaves its term out, also where the term is NaN.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if not data.is_floating_point():
+        beta, alpha = int(beta), int(alpha)
+    terms = [value * factor for value, factor in ((data, beta), (product, alpha)) if factor != 0]
+    return sum(terms[1:], terms[0]).expand_as(product) if terms else torch.zeros_like(product)
 
 
 def write_arange(start: Any, end: Any, step: Any = 1, **kwargs: Any) -> Any:

@@ -32,6 +32,11 @@ from relayquant.formats.readers.torch.pooling import (
     convert_max_pool,
     convert_pool,
 )
+from relayquant.formats.readers.torch.products import (
+    convert_addmm,
+    convert_convolution,
+    convert_matmul,
+)
 from relayquant.ir.rewrite.graph import tensor_shape
 
 
@@ -177,10 +182,11 @@ def convert_view(node: Any, importer: Any) -> relax.Expr:
 
 def convert_cumsum(node: Any, importer: Any) -> relax.Expr:
     """Convert cumsum(x, dim, dtype) to R.cumsum in the result's dtype: integers are summed as
-    int64.
+    int64. A number is its own sum.
     """
     (dim,) = read_arguments(node, "dim")
-    return importer.block_builder.emit(relax.op.cumsum(read_as_result(node, importer), int(dim)))
+    data = read_as_result(node, importer)
+    return importer.block_builder.emit(relax.op.cumsum(data, int(dim))) if data.ty.ndim else data
 
 
 def convert_prod(node: Any, importer: Any) -> relax.Expr:
@@ -227,24 +233,6 @@ def convert_shift(node: Any, importer: Any) -> relax.Expr:
     ]
     is_left = any(part in str(node.target) for part in ("lshift", "left"))
     return emit((relax.op.left_shift if is_left else relax.op.right_shift)(*values))
-
-
-def convert_convolution(node: Any, importer: Any) -> relax.Expr:
-    """Convert a convolution with TVM's frontend, except 3-D transposed ones, which it lacks."""
-    operands = ("input", "weight", "bias", "transposed")
-    data, weight, bias, transposed = read_arguments(node, *operands)
-    data = importer.env[data]
-    if not transposed or data.ty.ndim != 5:
-        return importer._convolution(node)
-    sizes = ("stride", "padding", "dilation", "output_padding", "groups")
-    strides, padding, dilation, beyond, groups = read_arguments(node, *sizes)
-    emit = importer.block_builder.emit
-    weight = importer.env[weight]
-    value = relax.op.nn.conv3d_transpose(data, weight, strides, padding, beyond, dilation, groups)
-    if bias is None:
-        return emit(value)
-    bias = emit(relax.op.reshape(importer.env[bias], (1, -1, 1, 1, 1)))
-    return emit(relax.op.add(emit(value), bias))
 
 
 def convert_fill(node: Any, importer: Any) -> relax.Expr:
@@ -327,6 +315,8 @@ OPERATORS: dict[str, Convert] = {
     "prod.dim_int": convert_prod,
     **dict.fromkeys(SHIFTS, convert_shift),
     "convolution.default": convert_convolution,
+    **dict.fromkeys(("mm.default", "bmm.default"), convert_matmul),
+    **dict.fromkeys(("addmm.default", "baddbmm.default"), convert_addmm),
     "avg_pool1d.default": convert_pool,
     "avg_pool2d.default": convert_avg_pool,
     "avg_pool3d.default": convert_avg_pool,
