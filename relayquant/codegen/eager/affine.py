@@ -43,6 +43,7 @@ from relayquant.codegen.kernels.integer.epilogue import (
     ROUNDING_MAGIC_BITS,
     emit_fma,
 )
+from relayquant.codegen.kernels.isa.base import Wrapping, emit_wrapping
 from relayquant.ir.reference.fixed_point import hold_multiplier, wrap_int32
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.reference.interpreter import read_keywords
@@ -108,7 +109,7 @@ def make_affine(spec: AffineRows, isa: FloatIsa, name: str) -> PrimFunc:
 
             def center(i: int) -> Expr:
                 value = T.Cast(vector("int32", lanes), load_vector(data[i], offset, lanes))
-                return T.bind(value - number(zeros, i))
+                return T.bind(subtract_wrapping(value, number(zeros, i), lanes))
 
             first, factor = center(0), number(factors, 0)
             if spec.has_slope:
@@ -138,6 +139,15 @@ def make_affine(spec: AffineRows, isa: FloatIsa, name: str) -> PrimFunc:
                 emit(row * width + column, column, 1)
 
     return build_kernel(name, body)
+
+
+def subtract_wrapping(a: Expr, b: Expr, lanes: int) -> Expr:
+    """Compute a - b of int32 modulo 2**32. One number is computed in int64, as `emit_wrapping`
+    takes vectors only.
+    """
+    if lanes == 1:
+        return T.Cast("int32", T.Cast("int64", a) - T.Cast("int64", b))
+    return emit_wrapping(Wrapping.SUBTRACT, a, b, lanes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm_ffi
 from drawing import count_examples
 from float_models import build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tvm import relax
+from tvm import relax, tirx
 from tvm.relax import op
 
 from relayquant.codegen.eager import EagerModule
-from relayquant.codegen.eager.affine import AffineStep
+from relayquant.codegen.eager.affine import AffineRows, AffineStep, make_affine
 from relayquant.codegen.eager.call import CallStep
+from relayquant.codegen.eager.kernel_cache import host_kernels
 from relayquant.ir.dialect import qnn
 from relayquant.ir.reference import run
 
@@ -156,6 +158,16 @@ def test_affine__no_data_gives_no_result():
         dtype="int32",
     )
     assert EagerModule(mod).run("main", [np.zeros((0, 3), "int32")])[0].shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtypes", [("int32",), ("float32", "int32")])
+def test_make_affine__no_difference_may_overflow(dtypes):
+    """LLVM may assume that a difference of int32 in TIR does not, whatever it does today."""
+    func, found = make_affine(AffineRows(dtypes, "int8"), host_kernels().isa, "f"), []
+    tvm_ffi.structural_walk(func.body, (tirx.Sub, found.append))
+    differences = [str(each.ty) for each in found]
+    assert differences
+    assert not [each for each in differences if "int32" in each]
 
 
 def test_affine__a_sum_is_rounded_once():
