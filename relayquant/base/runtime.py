@@ -404,14 +404,25 @@ def view_constant(tensor: Any) -> np.ndarray:
 
 
 def freeze_array(array: np.ndarray) -> np.ndarray:
-    """Return a read-only array that owns its memory: the array itself if it is one, else a copy in
-    the same memory order. A read-only view is copied, since its memory may still be written to.
+    """Return an array that nothing can write to, see `is_frozen`: the array itself if it is one,
+    else a copy in the same memory order.
     """
-    if array.flags.owndata and not array.flags.writeable:
+    if is_frozen(array):
         return array
-    copy = array.copy(order="K")
-    copy.flags.writeable = False
-    return copy
+    axes = find_memory_axes(array)
+    ordered = array.transpose(axes)
+    copy = np.ndarray(ordered.shape, array.dtype, ordered.tobytes())
+    return copy.transpose(invert_axes(axes))
+
+
+def is_frozen(array: np.ndarray) -> bool:
+    """Whether the memory of an array is `bytes`. Other read-only arrays may change: through a view
+    that can be written to, or once their owner makes them writeable.
+    """
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base, bytes)
 
 
 def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:

@@ -89,7 +89,7 @@ class Program:
     def bind(self, frame: Frame, param: relax.Var, value: Any) -> None:
         """Check an argument, and store it."""
         known = self.known[param]
-        is_array = isinstance(value, np.ndarray)
+        is_array = type(value) is np.ndarray  # a subclass may compute otherwise: masked arrays
         if is_array and known is not None and known == (value.shape, value.dtype):
             frame.values[param] = value
         else:
@@ -106,7 +106,7 @@ def describe_arguments(args: Sequence[Any]) -> tuple[Any, ...] | None:
     """Return shapes and dtypes of arrays. None if an argument has to be converted to one that
     kernels read.
     """
-    if not all(isinstance(arg, np.ndarray) and arg.dtype.isnative for arg in args):
+    if not all(type(arg) is np.ndarray and arg.dtype.isnative for arg in args):
         return None
     return tuple((arg.shape, arg.dtype) for arg in args)
 

@@ -299,6 +299,34 @@ def test_weight__changed_in_place_under_another_name(name, view):
     np.testing.assert_allclose(found, run(mod, [x, weight])[0], rtol=1e-4, atol=1e-4)
 
 
+def test_weight__read_only_that_its_owner_changes():
+    """Through a view that was made before, and by allowing writes for a while."""
+    mod = build_model(lambda e, x, w: e("y", op.matmul(x, w)), (4, 16), (16, 32))
+    module, (x, weight) = EagerModule(mod), draw(mod)
+    assert steps_of(module, ProductStep)
+    weight = weight.copy()
+    view = weight[:]
+    weight.flags.writeable = False
+    module.run("main", [x, weight])
+    view *= 2
+    np.testing.assert_allclose(module.run("main", [x, weight])[0], x @ weight, 1e-4, 1e-4)
+    weight.flags.writeable = True
+    weight *= 2
+    weight.flags.writeable = False
+    np.testing.assert_allclose(module.run("main", [x, weight])[0], x @ weight, 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("rows", [4, "n"])
+def test_arguments__of_a_subclass_are_read_as_arrays(rows):
+    mod = build_model(lambda e, x: e("y", op.sum(e("s", op.multiply(x, x)), axis=[1])), (rows, 4))
+    module, x = EagerModule(mod), RNG.standard_normal((4, 4), "float32")
+    for args in (np.ma.masked_array(x, mask=x > 0), x.view(np.matrix), x.view(np.recarray)):
+        for _ in range(2):
+            (found,) = module.run("main", [args])
+            assert type(found) is np.ndarray
+            np.testing.assert_allclose(found, np.square(x).sum(1), rtol=1e-6)
+
+
 def test_arguments__of_foreign_bytes_and_tensors_are_converted_in_each_call():
     mod = build_model(lambda e, x, w: e("y", op.nn.conv2d(x, w)), (1, 4, 5, 5), (8, 4, 3, 3))
     module, (x, w) = EagerModule(mod), draw(mod)
