@@ -26,7 +26,7 @@ from relayquant.stages.calibration.observer_selection import (
     measure_noise,
     take_logarithms,
 )
-from relayquant.stages.calibration.output_parts import find_parts
+from relayquant.stages.calibration.output_parts import find_common_parts
 from relayquant.stages.prepared import PreparedModel
 
 #: fewest and most samples that levels are compared on
@@ -96,7 +96,7 @@ def make_meter(
     """
     expected = compute_results(calibrated.mod, batches)
     view = Graph(calibrated.mod)
-    parts = [find_parts(view, batch) for batch in batches]
+    parts = find_common_parts(view, batches)
     is_softmax = find_probabilities(view, (part.value for part in parts[0]))
     is_log = [
         each and not calibrated.outputs[part.result].is_integer

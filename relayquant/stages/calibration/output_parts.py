@@ -6,7 +6,7 @@ of the other. So outputs are judged part by part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,19 @@ def find_parts(view: Graph, inputs: Mapping[str, Array]) -> list[OutputPart]:
         places = [np.flatnonzero(labels[0] == k) for k in range(len(values))]
         found += map(OutputPart, [i] * len(values), values, places)
     return found
+
+
+def find_common_parts(
+    view: Graph, batches: Iterable[Mapping[str, Array]]
+) -> list[list[OutputPart]]:
+    """Return the parts on each batch: the same values in the same order. A result that is whole on
+    one batch is whole on all, since one sample alone may have parts where two are mixed.
+    """
+    found = [find_parts(view, batch) for batch in batches]
+    whole = {part.result: part for parts in found for part in parts if part.elements is None}
+    return [
+        [*whole.values(), *(part for part in parts if part.result not in whole)] for parts in found
+    ]
 
 
 def list_parts(view: Graph, result: relax.Var) -> list[relax.Var]:

@@ -71,6 +71,22 @@ def test_make_meter__what_an_output_joins_is_judged_apart():
     assert (found.noise[0] > 100 * found.noise[1]).all()
 
 
+def test_make_meter__of_batches_of_other_numbers_of_samples_whose_rows_are_mixed():
+    """One sample alone would have parts."""
+
+    def body(emit, x):
+        joined = op.concat([emit.dense("first", x, 2), emit.dense("second", x, 2)], 1)
+        columns = emit("columns", op.permute_dims(emit("joined", joined)))
+        return emit("mixed", op.reshape(columns, (-1, 4)))
+
+    mod = build_model(body, ("n", 25))
+    rng = np.random.default_rng(0)
+    data = [{"x": rng.normal(size=(n, 25)).astype("float32")} for n in (2, 1)]
+    prepared = rq.calibrate(rq.prepare(mod, None), data)
+    qmod = rq.lower(rq.convert_to_reference(prepared))
+    assert make_meter(prepared, data)(qmod).noise.shape == (1, 3)
+
+
 FARTHER = "is farther from the float model"
 LOSES = "may lose more than 0.2 dB at an output"
 CHANCE = "gains less than its standard error"

@@ -10,7 +10,7 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.ir.rewrite import Graph
-from relayquant.stages.calibration.output_parts import find_parts
+from relayquant.stages.calibration.output_parts import find_common_parts, find_parts
 
 
 def build_detector(emit, x):
@@ -56,11 +56,27 @@ def test_find_parts__of_a_detector_are_what_the_operators_put_there(batch):
 def test_find_parts__is_the_whole_result_where_a_part_has_no_place_in_each_sample(join):
     def body(emit, x):
         first, second = emit.dense("first", x, 5), emit.dense("second", x, 5)
-        return emit("joined", join(first, second))
+        return relax.Tuple([emit("joined", join(first, second))])
 
     (part,) = find_parts(Graph(build_model(body, (2, 4))), {"x": np.zeros((2, 4), "float32")})
     whole = np.zeros((4, 5))
     assert part.take([whole]) is whole
+
+
+def test_find_common_parts__of_one_sample_are_those_of_many():
+    """A row of one sample holds both values, and one of two samples only one of them."""
+
+    def body(emit, x):
+        joined = op.concat([emit.dense("first", x, 2), emit.dense("second", x, 2)], 1)
+        columns = emit("columns", op.permute_dims(emit("joined", joined)))
+        return relax.Tuple([emit("mixed", op.reshape(columns, (-1, 4))), emit("other", joined)])
+
+    view = Graph(build_model(body, ("n", 4)))
+    batches = [{"x": np.zeros((count, 4), "float32")} for count in (2, 1, 3)]
+    counts = [len(find_parts(view, batch)) for batch in batches]
+    assert counts == [3, 4, 3]
+    for parts in find_common_parts(view, batches):
+        assert [part.value.name for part in parts] == ["mixed", "first", "second"]
 
 
 def test_find_parts__is_the_whole_result_where_no_type_says_the_sizes():
