@@ -31,14 +31,15 @@ class Report:
     data: ReportData = field(repr=False)
     html: str = field(repr=False)
 
-    def save(self, path: str | Path) -> None:
-        """Write the page.
+    def save(self, path: str | Path) -> Path:
+        """Write the page. Returns the path of the file.
 
         Raises:
             FileError: it cannot be written.
         """
         check_writable(Path(path))
         write_text(Path(path), self.html)
+        return Path(path)
 
     def _repr_html_(self) -> str:
         """Show the page in a notebook."""

@@ -143,8 +143,9 @@ def test_report__edges_are_those_of_the_network(report):
 
 
 def test_report__save_and_notebook(report, tmp_path):
-    report.save(tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text("utf-8") == report.html
+    written = report.save(str(tmp_path / "report.html"))
+    assert written == tmp_path / "report.html"
+    assert written.read_text("utf-8") == report.html
     frame = Elements(report._repr_html_())
     ((tag, attributes),) = frame.tags
     assert tag == "iframe"
