@@ -93,13 +93,24 @@ def source_constant(graph: Graph, expr: relax.Expr) -> relax.Expr | None:
 def check_float(match: Match, *names: str) -> Skip | None:
     """Decline operands that are not float32 (integers, float16, tuples)."""
     for name in names or tuple(match.parts):
-        dtype = tensor_dtype(match.parts[name])
-        if dtype != "float32":
-            return Skip(
-                f"operand {name} is {dtype or 'no tensor'}, only float32 is quantized",
-                "cast the model to float32 before quantizing",
-            )
+        skip = decline_dtype(f"operand {name}", tensor_dtype(match.parts[name]))
+        if skip is not None:
+            return skip
     return None
+
+
+def decline_dtype(what: str, dtype: str) -> Skip | None:
+    """Decline what is not float32. Only other floats can be cast: indices, lengths and masks are
+    integers and booleans for good.
+    """
+    if dtype == "float32":
+        return None
+    if "float" in dtype:
+        return Skip(
+            f"{what} is {dtype}, only float32 is quantized",
+            "cast the model to float32 before quantizing",
+        )
+    return Skip(f"{what} is {dtype or 'no tensor'}, not float")
 
 
 def check_constant(match: Match, *names: str) -> Skip | None:

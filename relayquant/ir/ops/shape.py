@@ -22,7 +22,13 @@ from relayquant.ir.ops.base import (
     RealizeContext,
     compute_in_one_dtype,
 )
-from relayquant.ir.ops.build import check_activation, check_float, first_skip, unary_pattern
+from relayquant.ir.ops.build import (
+    check_activation,
+    check_float,
+    decline_dtype,
+    first_skip,
+    unary_pattern,
+)
 from relayquant.ir.ops.pool import POOL_ATTRIBUTES
 from relayquant.ir.rewrite import Match, Pattern, Skip
 from relayquant.ir.rewrite.graph import tensor_dtype
@@ -135,8 +141,9 @@ def check_concat(match: Match) -> Skip | None:
     if not isinstance(match.parts["data"], relax.Tuple):
         return Skip("the operands are not a literal tuple")
     for expr in match.parts["data"].fields:
-        if tensor_dtype(expr) != "float32":
-            return Skip(f"an operand is {tensor_dtype(expr)}, only float32 is quantized")
+        skip = decline_dtype("an operand", tensor_dtype(expr))
+        if skip is not None:
+            return skip
     return None
 
 
