@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import shutil
 import sys
@@ -48,6 +49,19 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)", code="RQ102")
 
+    def check_words(self, words: Sequence[str]) -> None:
+        """Raise ConfigError at an option that is spelled wrong. argparse would first ask for the
+        required option that was meant.
+        """
+        known = [option for action in self._actions for option in action.option_strings]
+        for word in words:
+            name = word.partition("=")[0]
+            if not name.startswith("--") or any(option.startswith(name) for option in known):
+                continue
+            near = difflib.get_close_matches(name, known, 1)
+            if near:
+                self.error(f"There is no option {name}. Did you mean {near[0]}?")
+
     def print_help(self, file: object = None) -> None:
         """Print the help on standard output. On a full disk argparse itself would not fail."""
         with printing():
@@ -84,6 +98,7 @@ class Command:
         self.add_arguments(parser)
         add_switches(parser)
         options.command = self.name
+        parser.check_words(words)
         # The optional QMODEL may follow an option.
         return parser.parse_intermixed_args(words, options)
 

@@ -125,6 +125,8 @@ def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["quantize", *DATA], "the following arguments are required: MODEL"),
         (["quantize", "a.onnx"], "the following arguments are required: --data"),
         (["quantize", "a.onnx", *DATA, "--group-size", "32"], "arguments: --group-size 32"),
+        (["quantize", "a.onnx", "--dta=a.npz"], "no option --dta. Did you mean --data?"),
+        (["compare", *FILES, "--smaples", "3"], "no option --smaples. Did you mean --samples?"),
         (["compress", "a.onnx", "--group-size", "0"], "--group-size is 0; allowed: 1 or more."),
         (
             ["compress", "a.onnx", "--max-size", "2kilos"],
