@@ -62,6 +62,7 @@ def lint(
     prepared, norms = prepare_module(mod, params), read_norm_statistics(mod, params)
     layers = find_first_layers(prepared)
     findings, statistics, probe, seen, samples = [], {}, {}, set(), 0
+    is_cut = False
     try:
         dataset = follow_state(prepared, dataset)
         for batch in read_batches(open_dataset(dataset, describe_inputs(prepared))):
@@ -74,6 +75,7 @@ def lint(
                 statistics[name] = before.update(array, samples, layer and layer.channel)
             seen.update(hash_samples(batch))
     except DataError as error:
+        is_cut = True
         findings.append(
             Finding(Severity.ERROR, "data", "", str(error), "Nothing after it was read.")
         )
@@ -89,7 +91,7 @@ def lint(
             findings += check_layer(
                 name, layer, statistics[name], probe[name], norms.get(layer.result)
             )
-    if samples:
+    if samples and not is_cut:  # how many samples follow an error is not known
         findings += check_samples(samples, len(seen))
     if labels is not None and not any(f.severity is Severity.ERROR for f in findings):
         findings = add_scores(findings, check_labels(prepared, dataset, labels))

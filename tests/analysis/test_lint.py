@@ -345,6 +345,13 @@ def test_lint__few_samples_and_copies(digits):
     assert "20 of 40" in findings[0].what
 
 
+def test_lint__samples_before_an_error_are_not_counted(digits):
+    mod, params, images = digits
+    broken = images[8:16].copy()
+    broken[0, 0, 0, 0] = np.nan
+    assert checks(lint(mod, params, [images[:8], broken, images[16:]])) == ["data"]
+
+
 def test_lint__range_that_still_grows(digits):
     mod, params, images = digits
     sorted_images = images[:100] * np.linspace(0.1, 1, 100, dtype="float32").reshape(-1, 1, 1, 1)
