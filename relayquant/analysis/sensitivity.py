@@ -127,11 +127,12 @@ class SensitivityReport:
         return format_html(columns, "each quantized alone", [self.describe_all()])
 
     def __str__(self) -> str:
+        ops = [row.op.removeprefix("nn.") for row in self.rows]
         width = max([len(row.name) for row in self.rows] + [8])
-        lines = [f"{'operator':{width}}  {'op':12}  {self.metric}"]
-        for row in self.rows:
-            op = row.op.removeprefix("nn.")
-            lines.append(f"{row.name:{width}}  {op:12}  {row.score:.4g}")
+        op_width = max([len(op) for op in ops] + [2])
+        lines = [f"{'operator':{width}}  {'op':{op_width}}  {self.metric}"]
+        for row, op in zip(self.rows, ops, strict=True):
+            lines.append(f"{row.name:{width}}  {op:{op_width}}  {row.score:.4g}")
         lines.append(self.describe_all())
         return "\n".join(lines)
 

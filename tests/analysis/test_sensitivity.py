@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from float_models import draw_batches, residual_model
@@ -219,6 +221,13 @@ def test_report__prints_one_line_for_each_operator(report):
     assert len(lines) == len(report.rows) + 2
     assert lines[1].startswith(report.rows[0].name)
     assert "SQNR" in lines[0]
+
+
+def test_report__columns_of_long_names_are_aligned(report):
+    rows = [replace(row, op="elementwise_chain") for row in report.rows[:1]] + [*report.rows[1:]]
+    header, *lines, _ = str(replace(report, rows=tuple(rows))).splitlines()
+    at = header.index("SQNR")
+    assert all(line[at - 1] == " " and line[at] != " " for line in lines)
 
 
 def test_take_samples__whole_batches(data):
