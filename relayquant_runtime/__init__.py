@@ -32,7 +32,12 @@ from relayquant_runtime.elf import HEAD, read_length, read_machine
 from relayquant_runtime.errors import LibraryError
 from relayquant_runtime.flags import read_flags
 from relayquant_runtime.tiles import may_use_tiles
-from relayquant_runtime.vm_errors import ArgumentError, read_argument_error, read_count_error
+from relayquant_runtime.vm_errors import (
+    ArgumentError,
+    advise_rank,
+    read_argument_error,
+    read_count_error,
+)
 
 __all__ = ["Library", "LibraryError"]
 
@@ -239,15 +244,15 @@ class Library:
             given = np.asarray([*args[:first], *names, *args[first:]][fault.index])
             raise ValueError(
                 f"input {fault.name!r} of {name!r} is {given.dtype} of shape {given.shape}; "
-                f"{self.path.name} takes R.Tensor({fault.type}). {advise(given.dtype, fault)}"
+                f"{self.path.name} takes R.Tensor({fault.type}). {advise(given, fault)}"
             ) from error
 
 
-def advise(dtype: np.dtype, fault: ArgumentError) -> str:
-    """What to do where an array of this dtype does not fit a parameter."""
-    if fault.dtype != str(dtype):
+def advise(given: np.ndarray, fault: ArgumentError) -> str:
+    """What to do where an array does not fit a parameter."""
+    if fault.dtype != str(given.dtype):
         return f'Convert it with array.astype("{fault.dtype}").'
-    return (
+    return advise_rank(fault, given.ndim) or (
         "For other sizes compile the model with free ones: shapes= of relayquant.load, or "
         "dynamic_shapes= of torch.export."
     )

@@ -34,6 +34,16 @@ class ArgumentError:
     dtype: str
 
 
+def advise_rank(fault: ArgumentError, rank: int) -> str:
+    """What to do where an argument has another number of dimensions. "" if it has the right one."""
+    if fault.shape is None or len(fault.shape) == rank:
+        return ""
+    advice = f"It takes {len(fault.shape)} dimensions, and got {rank}."
+    if len(fault.shape) == rank + 1 and (isinstance(fault.shape[0], str) or fault.shape[0] == 1):
+        return f"{advice} One sample becomes a batch by array[None]."
+    return f"{advice} Reshape the array."
+
+
 def read_argument_error(error: Exception) -> ArgumentError | None:
     """Parse an error of the virtual machine that names an argument. None for any other error."""
     found = ARGUMENT_ERROR.search(str(error))

@@ -52,7 +52,11 @@ def executor(request):
             r"^input 'x' of 'main' is float32 of shape \(3, 4\); allowed: float32 of shape "
             rf"\(8, 4\)\. {ADVICE}",
         ),
-        ([FLAT, EIGHT], r"'x' of 'main' is float32 of shape \(4,\); allowed: .* \(8, 4\)\. \[RQ3"),
+        (
+            [FLAT, EIGHT],
+            r"'x' of 'main' is float32 of shape \(4,\); allowed: .* \(8, 4\)\. "
+            r"It takes 2 dimensions, and got 1\. Reshape the array\. \[RQ3",
+        ),
         (
             [EIGHT.astype("float64"), EIGHT],
             r"'x' of 'main' is float64 .*; allowed.*e\(\"float32\"\)\. \[R",

@@ -192,8 +192,10 @@ def test_library__for_instructions_that_this_machine_lacks(path, monkeypatch):
         ([X, "text"], TypeError, r"\(ndarray, str\) do not all become arrays: .*\. Pass a list"),
         ([X.astype("float64"), ONE], ValueError, r'is float64 .* array\.astype\("float32"\)\.$'),
         ([X[:, :1], ONE], ValueError, r"of shape \(3, 1\); .* For other sizes compile"),
+        ([X[0], ONE], ValueError, r"takes 2 dimensions, and got 1\. .* by array\[None\]\.$"),
+        ([X[None], ONE], ValueError, r"takes 2 dimensions, and got 3\. Reshape the array\.$"),
     ],
-    ids=["too few", "too many", "array", "text", "dtype", "size"],
+    ids=["too few", "too many", "array", "text", "dtype", "size", "no batch", "rank"],
 )
 def test_library__says_which_inputs_it_takes(path, args, kind, message):
     library = Library(path)

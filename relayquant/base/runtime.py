@@ -22,7 +22,12 @@ from tvm import relax
 from relayquant.base.cores import count_threads
 from relayquant.base.freed_memory import large_memory
 from relayquant.errors import ConfigError, DataError, format_count, suggest_sizes
-from relayquant_runtime.vm_errors import ArgumentError, read_argument_error, read_count_error
+from relayquant_runtime.vm_errors import (
+    ArgumentError,
+    advise_rank,
+    read_argument_error,
+    read_count_error,
+)
 
 #: How many turns TVM's idle threads spin before they sleep. With TVM's default of 300,000, two
 #: threads are up to 500 times slower than one as soon as another process needs a core. Even 30
@@ -326,6 +331,8 @@ def describe_argument(fault: ArgumentError, argument: Any) -> DataError:
     advice = suggest_sizes(fault.name, fault.shape or (), argument.shape)
     if str(argument.dtype) != fault.dtype:
         advice = f' Convert it with array.astype("{fault.dtype}").{advice}'
+    elif advise_rank(fault, len(argument.shape)):
+        advice = f" {advise_rank(fault, len(argument.shape))}"
     elif not advice and any(isinstance(size, str) for size in fault.shape or ()):
         advice = " Sizes with the same name must agree between the inputs."
     return DataError(
