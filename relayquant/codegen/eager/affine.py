@@ -245,9 +245,6 @@ class AffineCall:
 
     def check(self) -> AffineCall | Skip:
         """Return the call itself, or the reason why there is no kernel for its numbers."""
-        low, high = INTEGER_LIMITS[self.dtype]
-        if not low <= self.zero_point <= high:
-            return decline("the zero point is outside the dtype")
         if any(np.abs(each).max(initial=0) > MOST_FACTOR for each in self.factors):
             return decline("a scale is many times as large as that of the result")
         if len(self.axes) > 1:
