@@ -18,7 +18,7 @@ import relayquant as rq
 from relayquant.base.runtime import empty_aligned, find_memory_axes, freeze_array
 from relayquant.codegen.eager import EagerModule, kernel_cache
 from relayquant.codegen.eager.kernel_cache import KernelCache, host_kernels
-from relayquant.codegen.eager.operand import LastMade, Variable
+from relayquant.codegen.eager.operand import FEW_ELEMENTS, LastMade, Variable, is_unchanged
 from relayquant.codegen.eager.plan import Planner
 from relayquant.codegen.eager.product import IntegerProductStep, ProductStep
 from relayquant.codegen.eager.rounding import RoundingStep
@@ -345,6 +345,14 @@ def test_weight__that_is_kept_is_no_view_of_what_the_caller_changes():
     array[:] = 2
     np.testing.assert_array_equal(made, np.ones(4))
     assert kept.get(frame, [Variable(var)], lambda given: given) is not made
+
+
+@pytest.mark.parametrize("size", [FEW_ELEMENTS, FEW_ELEMENTS + 1])
+def test_weight__is_compared_by_bits(size):
+    zeros, nan = np.zeros(size, "float32"), np.full(size, np.nan, "float32")
+    assert is_unchanged(nan, nan, nan.copy())
+    assert not is_unchanged(zeros, zeros, -zeros)
+    assert not is_unchanged(zeros, zeros.copy(), zeros)
 
 
 def test_weight__that_is_frozen_is_neither_compared_nor_copied():

@@ -160,6 +160,76 @@ def test_affine__no_data_gives_no_result():
     assert EagerModule(mod).run("main", [np.zeros((0, 3), "int32")])[0].shape == (0, 3)
 
 
+def other_axes(emit, x):
+    lhs, rhs = (np.float32(range(1, 4)), 0), (np.float32(range(2, 5)), 0)
+    return emit("y", qnn.add(x, x, *lhs, *rhs, 9.0, 0, lhs_axis=0, rhs_axis=1))
+
+
+def two_slopes(emit, x):
+    scales, zeros = np.float32(range(1, 4)), np.zeros(3, "int32")
+    moved = emit("moved", qnn.requantize(x, scales, zeros, 3.0, 0, axis=0))
+    return emit("y", qnn.prelu(moved, 1.0, 0, 2.0, 0, np.float32([0.5, 2, 1]), axis=1))
+
+
+def wide_arithmetic(emit, x):
+    # 5 times float32(0.1) is a half in float32, and more in float64.
+    five = emit("five", qnn.requantize(x, 1.0, 0, 1000.0, 5))
+    return emit("y", qnn.requantize(five, 0.1, 0, 1.0, 0, compute_dtype="float64"))
+
+
+def broadcast_operand(emit, x):
+    row = emit("row", op.sum(emit("sums", op.astype(x, "int32")), axis=[0], keepdims=True))
+    return emit("y", qnn.add(x, row, 1.0, 0, 0.5, 0, 2.0, 0))
+
+
+def broadcast_by_the_bias(emit, x):
+    row = emit("row", op.sum(emit("sums", op.astype(x, "int32")), axis=[0], keepdims=True))
+    biased = emit("biased", op.add(row, relax.const(np.int32([[1], [20], [-30]]))))
+    return emit("y", qnn.requantize(biased, 1.0, 0, 2.0, 0))
+
+
+def bias_of_the_last_axis(emit, x):
+    wide = emit("wide", op.astype(x, "int32"))
+    biased = emit("biased", op.add(wide, relax.const(np.int32([1, 20, -30]))))
+    return emit("y", qnn.requantize(biased, 1.0, 0, 2.0, 0))
+
+
+def bias_that_wraps_in_int8(emit, x):
+    biased = emit("biased", op.add(x, relax.const(np.int8([[1, 20, 100]]))))
+    return emit("y", qnn.requantize(biased, 1.0, 0, 2.0, 0))
+
+
+def scalars(emit, x):
+    total = emit("total", op.sum(emit("wide", op.astype(x, "int32"))))
+    return emit("y", qnn.requantize(total, 1.0, 0, 2.0, 0))
+
+
+def long_integers(emit, x):
+    large = emit("large", op.multiply(op.astype(x, "int64"), relax.const(2**33, "int64")))
+    return emit("y", qnn.requantize(large, 2.0**-33, 0, 2.0, 0))
+
+
+def computed_scale(emit, x):
+    real = emit("real", op.max(op.astype(x, "float32")))
+    return emit("y", qnn.requantize(x, real, 0, 9.0, 0))
+
+
+OTHER_FORMS = (
+    other_axes, two_slopes, wide_arithmetic, broadcast_operand, broadcast_by_the_bias,
+    bias_of_the_last_axis, bias_that_wraps_in_int8, scalars, long_integers, computed_scale,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("body", OTHER_FORMS, ids=lambda body: body.__name__)
+def test_affine__of_another_form_has_the_bits_of_the_reference(body):
+    mod, x = (
+        build_model(body, (3, 3), dtype="int8"),
+        np.int8([[100, 2, 3], [-4, 5, 60], [7, 8, 99]]),
+    )
+    (found,), (want,) = EagerModule(mod).run("main", [x]), run(mod, [x])
+    np.testing.assert_array_equal(found, want)
+
+
 @pytest.mark.parametrize("dtypes", [("int32",), ("float32", "int32")])
 def test_make_affine__no_difference_may_overflow(dtypes):
     """LLVM may assume that a difference of int32 in TIR does not, whatever it does today."""

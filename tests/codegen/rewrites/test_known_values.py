@@ -122,6 +122,11 @@ def test_float4__of_an_odd_number_of_constants_compiles():
     np.testing.assert_array_equal(found, rounded)
 
 
+def test_constant__of_many_elements_is_folded_if_its_operands_have_as_many():
+    large = relax.const(np.zeros((2, MAX_GROWTH), "int8"))
+    assert list_operators(build_model(lambda e, _: e("y", op.permute_dims(large)), (1,))) == []
+
+
 #: Operators that are more than their result.
 EFFECTS = {
     "memory without values": lambda: op.builtin.alloc_tensor(relax.ShapeExpr([8]), "float32", 0),

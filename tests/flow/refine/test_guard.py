@@ -24,10 +24,16 @@ from relayquant.flow.pipeline import guard_module
 from relayquant.flow.refine import reverting
 from relayquant.flow.refine.guard import find_first_off
 from relayquant.flow.refine.kept_samples import count_all_macs, plan_looks, take_sample
-from relayquant.flow.refine.look import deviates, deviates_slightly, is_settled, pick_worst
+from relayquant.flow.refine.look import (
+    PartMeter,
+    deviates,
+    deviates_slightly,
+    is_settled,
+    pick_worst,
+)
 from relayquant.flow.refine.prepared_edit import change_operators
 from relayquant.flow.settings import QuantizeSettings
-from relayquant.ir.ledger import Ledger
+from relayquant.ir.ledger import GuardResult, Ledger
 from relayquant.ir.rewrite import rewrite_main
 from relayquant.ir.rewrite.graph import constant_value
 
@@ -285,6 +291,23 @@ def test_guard__a_weak_part_that_the_other_hides_is_named():
         text = f"the part 'scores' has {decibels:.1f} dB SQNR"
         assert [text in str(each.message) for each in caught] == [True] * is_weak
         assert text in rq.ledger(qmod).summarize()
+
+
+def test_part_meter__measures_no_whole_output():
+    def body(emit, x):
+        both = emit("both", relax.op.concat([emit.dense("a", x, 2), emit.dense("b", x, 2)], 1))
+        return relax.Tuple([both, emit("whole", relax.op.add(x, x))])
+
+    mod, batch = build_model(body, (2, 4)), {"x": np.ones((2, 4), "float32")}
+    meter, results = PartMeter(mod), rq.reference.run(mod, batch)
+    meter.measure(batch, results, results)
+    assert [*meter.gaps] == ["a", "b"]
+
+
+def test_describe_part__of_a_part_as_good_as_the_outputs_is_empty():
+    seen = GuardResult(8, 30.0, part="scores", part_sqnr=30.0)
+    assert not seen.describe_part()
+    assert replace(seen, part_sqnr=29.0).describe_part() == "the part 'scores' has 29.0 dB SQNR"
 
 
 def test_guard__integers_alone_are_wrong_one_operator_goes_back():

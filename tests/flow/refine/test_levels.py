@@ -23,22 +23,22 @@ from relayquant.flow.refine.levels import Distance, find_flaw, make_meter, pick_
 def test_make_meter__a_softmax_is_judged_by_its_logarithm_unless_it_is_integer(requested):
     def body(emit, x):
         first = emit.dense("first", x, 4)
-        return relax.Tuple([emit("scores", op.nn.softmax(first)), first])
+        return relax.Tuple([first, emit("scores", op.nn.softmax(first))])
 
     mod = build_model(body, (2, 25))
     rng = np.random.default_rng(0)
     data = [{"x": rng.normal(size=(2, 25)).astype("float32")} for _ in range(3)]
     prepared = rq.calibrate(rq.prepare(mod, None), data)
     qmod = rq.lower(rq.convert_to_reference(prepared))
-    scores, first = prepared.outputs
-    asked = replace(prepared, outputs=(replace(scores, requested=requested), first))
+    first, scores = prepared.outputs
+    asked = replace(prepared, outputs=(first, replace(scores, requested=requested)))
     found = make_meter(asked, data)(qmod)
     runs = [[rq.reference.run(each, batch) for batch in data] for each in (mod, qmod)]
-    (real, real_first), (got, got_first) = (
+    (real_first, real), (got_first, got) = (
         (np.stack(each).astype("float64") for each in zip(*run, strict=True)) for run in runs
     )
     judged = (got, real) if requested else (np.log(got), np.log(real))
-    expected = [np.subtract(*judged) ** 2, (got_first - real_first) ** 2]
+    expected = [(got_first - real_first) ** 2, np.subtract(*judged) ** 2]
     np.testing.assert_allclose(found.noise, [x.sum(-1).ravel() for x in expected], rtol=1e-3)
     assert found.differing == sum(
         count_differing(x, y)[0]

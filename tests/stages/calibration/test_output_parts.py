@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from float_models import build_model
-from tvm import relax
+from tvm import relax, tirx
 from tvm.relax import op
 
 import relayquant as rq
@@ -61,6 +61,29 @@ def test_find_parts__is_the_whole_result_where_a_part_has_no_place_in_each_sampl
     (part,) = find_parts(Graph(build_model(body, (2, 4))), {"x": np.zeros((2, 4), "float32")})
     whole = np.zeros((4, 5))
     assert part.take([whole]) is whole
+
+
+def test_find_parts__is_the_whole_result_where_a_part_is_a_constant():
+    def body(emit, x):
+        head = relax.const(np.ones((2, 3), "float32"))
+        return relax.Tuple([emit("joined", op.concat([emit.dense("rest", x, 5), head], 1))])
+
+    (part,) = find_parts(Graph(build_model(body, (2, 4))), {"x": np.zeros((2, 4), "float32")})
+    assert part.elements is None
+
+
+def test_find_parts__is_the_whole_result_where_a_size_is_known_when_main_runs():
+    """The number of elements that are not 0 is the size of one part."""
+
+    def body(emit, x):
+        count = tirx.Var("count", "int64")
+        found = emit("found", op.nonzero(x))
+        known = emit.builder.match_cast(found, relax.TensorType((2, count), "int64"))
+        parts = [emit("first", op.negative(known)), emit("second", op.abs(known))]
+        return relax.Tuple([emit("joined", op.concat(parts, 1))])
+
+    (part,) = find_parts(Graph(build_model(body, (2, 4))), {"x": np.zeros((2, 4), "float32")})
+    assert part.elements is None
 
 
 def test_find_common_parts__of_one_sample_are_those_of_many():

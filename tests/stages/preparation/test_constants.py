@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from float_models import as_main
+from float_models import as_main, build_model
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -47,6 +47,16 @@ def test_constant_chain__folded(check_prepared):
         return R.multiply(x, folded)
 
     check_prepared(before, expected)
+
+
+def test_split__of_a_constant_is_left_to_compilation():
+    def body(emit, x):
+        parts = emit("parts", R.split(relax.const(np.float32([[1, 2], [3, 4]])), 2, 1))
+        return emit("y", R.add(x, emit("part", relax.TupleGetItem(parts, 1))))
+
+    mod, x = build_model(body, (2, 1)), np.ones((2, 1), "float32")
+    prepared = prepare_module(mod)
+    np.testing.assert_array_equal(rq.reference.run(prepared, [x])[0], [[3], [5]])
 
 
 def test_arange__folded(check_prepared):
