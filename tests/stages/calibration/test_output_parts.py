@@ -66,7 +66,8 @@ def test_find_parts__is_the_whole_result_where_a_part_has_no_place_in_each_sampl
 def test_find_parts__is_the_whole_result_where_a_part_is_a_constant():
     def body(emit, x):
         head = relax.const(np.ones((2, 3), "float32"))
-        return relax.Tuple([emit("joined", op.concat([emit.dense("rest", x, 5), head], 1))])
+        parts = [emit.dense("first", x, 5), emit.dense("second", x, 5), head]
+        return relax.Tuple([emit("joined", op.concat(parts, 1))])
 
     (part,) = find_parts(Graph(build_model(body, (2, 4))), {"x": np.zeros((2, 4), "float32")})
     assert part.elements is None
