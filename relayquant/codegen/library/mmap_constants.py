@@ -152,16 +152,18 @@ class MappedExecutable(relax.VMExecutable):
         into the executable that it runs. A library with scopes prints a warning for each of them
         when it is saved, and again in every process that loads it.
         """
+        # TVM adds an empty file of C where there are no kernels, and again when it links anew.
+        libraries = [each for each in self.mod.imports if each.kind != "c"]
         lowered, constants = self._lowered, {}
         if can_map(lowered, self.target):
             constants = find_large_constants(lowered)
         if constants:
-            (kernels,) = self.mod.imports
+            (kernels,) = libraries
             described = str(kernels["_get_target_string"]())
             sources = [*constants.values()]
             addons.append(str(write_constants(sources, self.target, described, folder)))
             lowered = call_provider(lowered, constants)
-        return build_bytecode(expand_weights(lowered), self.target, [*self.mod.imports])
+        return build_bytecode(expand_weights(lowered), self.target, libraries)
 
 
 def can_describe(mod: tvm.IRModule, target: Target) -> bool:

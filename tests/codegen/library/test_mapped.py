@@ -120,6 +120,23 @@ def test_mapped__modules_without_kernels_are_saved(tmp_path):
     np.testing.assert_array_equal(machine.run("main", [array])[0], array)
 
 
+@pytest.mark.parametrize("is_run", [False, True])
+def test_mapped__modules_without_inputs_are_saved(tmp_path, is_run):
+    """The result is a constant: neither a kernel nor a check of inputs is compiled."""
+    array = np.arange(3, dtype="float32")
+    builder = relax.BlockBuilder()
+    with builder.function("main", []):
+        with builder.dataflow():
+            result = builder.emit_output(relax.op.negative(relax.const(array)))
+        builder.emit_func_output(result)
+    executable = rq.compile(builder.finalize())
+    if is_run:
+        np.testing.assert_array_equal(rq.Executor(executable).run("main", [])[0], -array)
+    executable.export_library(str(tmp_path / "fixed.so"))
+    machine = rq.Executor(tvm.runtime.load_module(str(tmp_path / "fixed.so")))
+    np.testing.assert_array_equal(machine.run("main", [])[0], -array)
+
+
 MEMORY = """
 import sys
 import numpy as np
