@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from relayquant.cli.output import printing
@@ -51,10 +52,10 @@ class Parser(argparse.ArgumentParser):
 
     def check_words(self, words: Sequence[str]) -> None:
         """Raise ConfigError at an option that is spelled wrong. argparse would first ask for the
-        required option that was meant.
+        required option that was meant. What follows "--" is no option.
         """
         known = [option for action in self._actions for option in action.option_strings]
-        for word in words:
+        for word in takewhile(lambda each: each != "--", words):
             name = word.partition("=")[0]
             if not name.startswith("--") or any(option.startswith(name) for option in known):
                 continue

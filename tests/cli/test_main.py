@@ -19,6 +19,7 @@ from relayquant import cli
 from relayquant.analysis.other_engines import OTHER_ENGINES
 from relayquant.base.qtypes import Scheme
 from relayquant.cli import arguments, commands, grammar, parsers
+from relayquant.cli.command import Parser
 from relayquant.cli.data import METRICS
 from relayquant.cli.output import ExitCode
 from relayquant.cli.verbs import OTHER_VERBS
@@ -26,7 +27,7 @@ from relayquant.config import ModelType
 from relayquant.config.observers import OBSERVERS
 from relayquant.data.images import PRESETS
 from relayquant.demo import load_digits
-from relayquant.errors import ModelError
+from relayquant.errors import ConfigError, ModelError
 from relayquant.flow.settings import Guard
 from relayquant.stages.effort import Effort
 
@@ -356,3 +357,11 @@ def test_main__answers_without_tvm(words: list[str], code: int) -> None:
     )
     assert done.returncode == code, done.stderr
     assert done.stdout.endswith("loaded: []\n")
+
+
+def test_check_words__what_follows_two_dashes_is_no_option():
+    parser = Parser(prog="relayquant")
+    parser.add_argument("--data")
+    parser.check_words(["--", "--dta"])
+    with pytest.raises(ConfigError, match="no option --dta"):
+        parser.check_words(["--dta", "--"])
