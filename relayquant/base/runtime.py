@@ -331,8 +331,8 @@ def describe_argument(fault: ArgumentError, argument: Any) -> DataError:
     advice = suggest_sizes(fault.name, fault.shape or (), argument.shape)
     if str(argument.dtype) != fault.dtype:
         advice = f' Convert it with array.astype("{fault.dtype}").{advice}'
-    elif advise_rank(fault, len(argument.shape)):
-        advice = f" {advise_rank(fault, len(argument.shape))}"
+    elif of_rank := advise_rank(fault, len(argument.shape)):
+        advice = f" {of_rank}"
     elif not advice and any(isinstance(size, str) for size in fault.shape or ()):
         advice = " Sizes with the same name must agree between the inputs."
     return DataError(

@@ -83,9 +83,10 @@ def make_affine(spec: AffineRows, isa: FloatIsa, name: str) -> PrimFunc:
     """Make PrimFunc(x0 (n, k)[, x1], zeros (x, k), factors (f, k), limits (2,), origin (1,),
     y (n, k)).
 
-    `zeros` and `factors` have a row for each operand; `factors` end with the slopes if there are
-    any. If numbers are shared, n counts values and k is 1. `limits` are those of the result less
-    its zero point, and `origin` is the zero point less the bits that are added to round.
+    `zeros` and `factors` have a row for each operand. If there are slopes, they are the last row of
+    `factors`. If all columns have the same numbers, n counts the values and k is 1. `limits` are
+    the result's dtype limits minus its zero point. `origin` is the zero point minus the bits of the
+    number that is added to round.
     """
     size, width, count = tirx.Var("n", "int64"), tirx.Var("k", "int64"), len(spec.dtypes)
     columns = 1 if spec.is_shared else width

@@ -146,7 +146,7 @@ class MappedExecutable(relax.VMExecutable):
 
     def map_constants(self, addons: list[str], folder: Path) -> relax.VMExecutable:
         """Return an executable whose large constants are in an object file, which is added to
-        `addons`. Without large constants, the file has none.
+        `addons`. Without large constants, nothing is added.
 
         It is always a new one. A virtual machine writes an empty memory scope for each constant
         into the executable that it runs. A library with scopes prints a warning for each of them

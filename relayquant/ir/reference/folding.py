@@ -75,8 +75,8 @@ def compute_constant(
 
 
 def is_stored(ty: Any) -> bool:
-    """Whether a type is a tensor of known shape whose elements have the same bytes in numpy, or are
-    those of float4, which TVM packs and unpacks.
+    """Whether a type is a tensor of known shape that numpy can hold: its elements have the same
+    bytes there. The exception is float4, which TVM itself packs and unpacks.
     """
     if count_elements(ty) is None:
         return False
