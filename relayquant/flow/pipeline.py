@@ -34,7 +34,13 @@ from relayquant.data import SpreadSample, StreamedDataset, open_share
 from relayquant.data.item import describe_inputs
 from relayquant.flow.mapping_choice import choose_mapping
 from relayquant.flow.refine.drift import follow_streams
-from relayquant.flow.refine.guard import find_promise, judge_look, warn_of_deviation
+from relayquant.flow.refine.guard import (
+    Guarded,
+    check_samples,
+    explain_deviation,
+    find_promise,
+    judge_look,
+)
 from relayquant.flow.refine.kept_samples import (
     choose_share,
     finish_watching,
@@ -108,36 +114,36 @@ def quantize_model(
     review_prepared(prepared, settings.strict)
     watched, sample = start_watching(prepared, dataset, settings)
     calibrated = calibrate_model(prepared, watched, settings.calibrating)
-    if sample is not None:
-        few = pick_few(calibrated, sample)
-        calibrated = keep_wide(calibrated, few, settings, recalibrate(dataset, settings))
-    reference = run("convert", convert_model, calibrated)
-    qmod = run("lower", lower_module, reference, backend)
-    if dataset is None:
-        return qmod
-    if sample is not None:
+    if sample is None:
+        return run("lower", lower_module, run("convert", convert_model, calibrated), backend)
 
-        def calibrate_level(lower: QuantizeSettings) -> PreparedModel:
-            other = prepare_model(mod, params, shown, lower.qconfig_mapping, backend, lower)
-            data = open_share(shown, describe_inputs(other.mod))
-            other = calibrate_model(other, data, lower.calibrating)
-            few = pick_few(other, sample)
-            return keep_wide(other, few, lower, recalibrate(dataset, lower))
+    def build_level(lower: QuantizeSettings) -> Guarded:
+        other = prepare_model(mod, params, shown, lower.qconfig_mapping, backend, lower)
+        data = open_share(shown, describe_inputs(other.mod))
+        return finish_model(calibrate_model(other, data, lower.calibrating), dataset, lower, sample)
 
-        below = EFFORTS[settings.level].below
-        calibrated, qmod = keep_nearer(
-            calibrated, qmod, sample, settings, below, calibrate_level, lower_prepared
-        )
+    made = finish_model(calibrated, dataset, settings, sample)
+    below = EFFORTS[settings.level].below
+    return keep_nearer(made, sample, settings, below, build_level).warn()
+
+
+def finish_model(
+    calibrated: PreparedModel, dataset: Any, settings: QuantizeSettings, sample: SpreadSample
+) -> Guarded:
+    """Calibrated model -> integer module, with operators in float as `quantize_model` says."""
+    run, few = settings.events.run_stage, pick_few(calibrated, sample)
+    calibrated = keep_wide(calibrated, few, settings, recalibrate(dataset, settings))
+    qmod = run("lower", lower_module, run("convert", convert_model, calibrated), calibrated.backend)
     if settings.only_if_faster:
-        stopwatch = start_stopwatch(dataset, prepared)
+        stopwatch = start_stopwatch(dataset, calibrated)
         calibrated, qmod = run(
             "keep faster", keep_faster, calibrated, qmod, stopwatch, dataset, settings
         )
-    qmod = run("guard", guard_module, calibrated, qmod, dataset, settings, sample)
+    made = run("guard", guard_module, calibrated, qmod, dataset, settings, sample)
     if not isinstance(dataset, StreamedDataset):
-        return qmod
+        return made
     look = partial(look_again, calibrated, dataset, settings, sample)
-    return run("guard", follow_streams, calibrated, qmod, dataset, settings, rebuild, look)
+    return run("guard", follow_streams, made, dataset, settings, rebuild, look)
 
 
 def keep_faster(
@@ -167,34 +173,31 @@ def guard_module(
     dataset: Any,
     settings: QuantizeSettings,
     sample: SpreadSample | None = None,
-) -> tvm.IRModule:
+) -> Guarded:
     """The integer module, or one with operators in float whose outputs follow the float model; its
     ledger says what was seen. `sample` is what was kept of the data while it was read.
     """
     if settings.guarding.find_action(calibrated.effort) is Guard.OFF:
-        return qmod
+        return Guarded(calibrated, qmod)
+
+    def build(changes: Changes) -> tvm.IRModule:
+        return rebuild(calibrated, changes, dataset, settings)[1]
+
     sample = finish_watching(calibrated, dataset, settings, sample)
     look = look_at_samples(calibrated, qmod, sample, settings)
-    qmod, look = follow_loudness(
-        calibrated,
-        qmod,
-        look,
-        sample,
-        settings,
-        lambda changes: rebuild(calibrated, changes, dataset, settings)[1],
-    )
+    qmod, look = follow_loudness(calibrated, qmod, look, sample, settings, build)
+    made = Guarded(calibrated, qmod, check_samples(calibrated, look))
     seen = judge_look(calibrated, qmod, look, settings)
     promise = find_promise(calibrated, settings)
     if promise or not seen.deviates:
-        warn_of_deviation(seen, promise)
-        return write_ledger(qmod, replace(read_ledger(qmod), guard=seen))
+        module = write_ledger(qmod, replace(read_ledger(qmod), guard=seen))
+        return made.change(module, explain_deviation(seen, promise))
     suspects = find_suspects(calibrated, qmod, look, settings)
-    found = revert_operators(
-        suspects, lambda changes: rebuild(calibrated, changes, dataset, settings)[1]
-    )
+    found = revert_operators(suspects, build)
     # What was mended on some samples is mended less on others.
     wide = look_at_samples(calibrated, found.module, sample, settings, 2 * len(look.numbers))
-    return write_reverted(found, wide, seen, suspects, read_ledger(qmod).speed)
+    speed = read_ledger(qmod).speed
+    return made.change(*write_reverted(found, wide, seen, suspects, speed))
 
 
 def rebuild(

@@ -18,8 +18,7 @@ from relayquant.analysis.sensitivity import find_rounding_operators
 from relayquant.codegen.eager import EagerModule
 from relayquant.config import Guard, QConfig
 from relayquant.data import Batch, StreamedDataset
-from relayquant.errors import AccuracyWarning, warn_user
-from relayquant.flow.refine.guard import find_promise
+from relayquant.flow.refine.guard import Guarded, find_promise
 from relayquant.flow.refine.look import clip_decibels
 from relayquant.flow.refine.prepared_edit import Changes, split_changes
 from relayquant.flow.refine.reverting import describe_changes
@@ -92,16 +91,15 @@ def run_sequence(mod: tvm.IRModule, steps: Sequence[Batch]) -> Iterator[list[np.
 
 
 def follow_streams(
-    calibrated: PreparedModel,
-    qmod: tvm.IRModule,
+    guarded: Guarded,
     dataset: StreamedDataset,
     settings: QuantizeSettings,
     rebuild: Callable[..., tuple[PreparedModel, tvm.IRModule]],
     look: Callable[[tvm.IRModule], GuardResult],
-) -> tvm.IRModule:
+) -> Guarded:
     """Return the module with what was seen in its ledger. If it does not follow the float model to
     the end of the sequences, products read their ranges at run time; if that is not enough, the
-    operators that cost most go back to float. Warns then.
+    operators that cost most go back to float. The user is warned then.
 
     Args:
         dataset: Its sequences.
@@ -110,16 +108,18 @@ def follow_streams(
         look: What the guard sees of a module, on single steps.
     """
 
+    calibrated, qmod = guarded.prepared, guarded.module
+
     def build(changes: Changes) -> tvm.IRModule:
         return rebuild(calibrated, changes, dataset, settings)[1]
 
     guard, guarding = read_ledger(qmod).guard, settings.guarding
     is_off = guarding.find_action(calibrated.effort) is Guard.OFF or guard is None
     if is_off:
-        return qmod
+        return guarded
     meter = StreamMeter.of(calibrated.mod, dataset)
     if meter is None:
-        return qmod
+        return guarded
     seen, wanted = meter.measure(qmod), guarding.target_sqnr
     ranged = find_run_time_qconfigs(calibrated)
     wider = find_wider_weights(calibrated) if guard.widened else {}
@@ -137,17 +137,16 @@ def follow_streams(
                 found, chosen, best = module, changes, sqnr
             if best >= wanted:
                 break
+    warning = ""
     if seen < wanted:
         done = f"Nothing is done about it{f': {promise}' if promise else ''}."
         if found is not qmod:
             new = {k: v for k, v in chosen.items() if k not in before or before[k] != v}
             done = f"{describe_changes(calibrated, new)} Now: {best:.1f} dB."
-        warn_user(
+        warning = (
             "The integer model goes on from its own state and does not follow the float model to "
             f"the end of the sequences: {seen:.1f} dB SQNR in their last halves. {done} Longer "
-            "sequences to calibrate with may help. guard=Guard.OFF silences this.",
-            AccuracyWarning,
-            code="RQ401",
+            "sequences to calibrate with may help. guard=Guard.OFF silences this."
         )
     ledger = replace(read_ledger(found), speed=read_ledger(qmod).speed)
     reverted, kept, widened = split_changes(calibrated, chosen)
@@ -163,7 +162,7 @@ def follow_streams(
             "sequences",
             "longer sequences to calibrate with may help; guard=Guard.OFF keeps it quantized",
         )
-    return write_ledger(found, ledger)
+    return guarded.change(write_ledger(found, ledger), warning)
 
 
 def propose_changes(

@@ -10,7 +10,7 @@ were calibrated.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import tvm
@@ -24,7 +24,7 @@ from relayquant.analysis.outputs import (
 )
 from relayquant.codegen.eager import EagerModule
 from relayquant.config import Guard
-from relayquant.errors import AccuracyWarning, DataWarning, warn_user
+from relayquant.errors import AccuracyWarning, DataWarning, add_code, warn_user
 from relayquant.flow.refine.look import (
     Look,
     deviates,
@@ -47,12 +47,42 @@ ADVICE = (
 Batches = Sequence[Mapping[str, np.ndarray]]
 
 
+@dataclass(frozen=True, eq=False)
+class Guarded:
+    """What was built of a model, and looked at.
+
+    Attributes:
+        prepared: The calibrated model.
+        module: Its integer module, with what was seen in its ledger.
+        warnings: What the user should know of it.
+    """
+
+    prepared: PreparedModel
+    module: tvm.IRModule
+    warnings: tuple[Warning, ...] = ()
+
+    def change(self, module: tvm.IRModule, text: str = "") -> Guarded:
+        """The same with another module, and if there is a text, with one more warning."""
+        more = (AccuracyWarning(add_code(text, "RQ401")),) if text else ()
+        return replace(self, module=module, warnings=(*self.warnings, *more))
+
+    def warn(self) -> tvm.IRModule:
+        """Tell the user, and return the module."""
+        for warning in self.warnings:
+            warn_user(str(warning), type(warning))
+        return self.module
+
+
+def check_samples(prepared: PreparedModel, look: Look) -> tuple[Warning, ...]:
+    """What looks wrong with the samples of a first look."""
+    found = lint_samples(prepared.mod, look.first)
+    return tuple(DataWarning(add_code(f"Calibration data: {each}", "RQ304")) for each in found)
+
+
 def judge_look(
     prepared: PreparedModel, qmod: tvm.IRModule, look: Look, settings: QuantizeSettings
 ) -> GuardResult:
-    """What a first look says of the integer module; warns where the samples look wrong."""
-    for finding in lint_samples(prepared.mod, look.first):
-        warn_user(f"Calibration data: {finding}", DataWarning, code="RQ304")
+    """What a look says of the integer module."""
     seen, batches, gaps = look.summarize(), look.batches, look.gaps
     if deviates(settings.guarding, gaps):
         culprit = find_first_off(prepared, qmod, pick_worst(prepared, batches, gaps, 2))
@@ -75,21 +105,17 @@ def find_promise(prepared: PreparedModel, settings: QuantizeSettings) -> str:
     return ""
 
 
-def warn_of_deviation(seen: GuardResult, promise: str) -> None:
-    """Name the first operator that is off where outputs deviate and none is reverted."""
+def explain_deviation(seen: GuardResult, promise: str) -> str:
+    """Name the first operator that is off where outputs deviate and none is reverted; else ""."""
     if not (seen.deviates or seen.deviates_slightly):
-        return
+        return ""
     why = f"; {promise}. "
     if seen.deviates_slightly:
         why = (
             ". That is more than 8 bits usually cost; effort='best' or quantize(metric=) may help. "
         )
-    warn_user(
-        f"{describe_deviation(seen)} The first operator that is off is {seen.operator!r}{why}"
-        f"{ADVICE}",
-        AccuracyWarning,
-        code="RQ401",
-    )
+    first = f"The first operator that is off is {seen.operator!r}{why}"
+    return f"{describe_deviation(seen)} {first}{ADVICE}"
 
 
 def describe_deviation(seen: GuardResult) -> str:

@@ -1,6 +1,4 @@
-"""Behind the data flow: integer modules of one model by two levels of effort + a few samples ->
-why the lower level is kept, if it is.
-"""
+"""Behind the data flow: what two levels of effort make of a model + samples -> what is kept."""
 
 from __future__ import annotations
 
@@ -15,9 +13,10 @@ from numpy.typing import NDArray
 from relayquant.analysis.outputs import GapMeter, compute_results
 from relayquant.config import Effort, Guard, GuardSettings
 from relayquant.data import Batch, SpreadSample, count_samples
+from relayquant.flow.refine.guard import Guarded
 from relayquant.flow.refine.kept_samples import count_samples_for
 from relayquant.flow.settings import QuantizeSettings
-from relayquant.ir.ledger import attach_ledger, read_ledger
+from relayquant.ir.ledger import read_ledger, write_ledger
 from relayquant.ir.rewrite import Graph
 from relayquant.stages.calibration.observer_selection import (
     TOLERANCE,
@@ -47,32 +46,30 @@ class Distance:
 
 
 def keep_nearer(
-    calibrated: PreparedModel,
-    qmod: tvm.IRModule,
+    made: Guarded,
     sample: SpreadSample,
     settings: QuantizeSettings,
     below: Effort | None,
-    calibrate: Callable[[QuantizeSettings], PreparedModel],
-    lower: Callable[[PreparedModel], tvm.IRModule],
-) -> tuple[PreparedModel, tvm.IRModule]:
-    """(calibrated model, integer module) -> the same, or those of the level of effort `below` if
-    the outputs are not clearly nearer to the float model's on a few samples.
+    build: Callable[[QuantizeSettings], Guarded],
+) -> Guarded:
+    """What was made, or what `build` makes with the level of effort `below` if the outputs of the
+    first are not clearly nearer to the float model's on a few samples. Both are what the guard
+    leaves: operators that it puts back to float make up for much, or for little.
 
     There is no comparison without a guard or kept samples (nothing read the data, as nothing is
     quantized), and none with a checkpoint: a stopped calibration must continue.
     """
-    is_off = settings.guarding.find_action(calibrated.effort) is Guard.OFF
+    asked = made.prepared.effort
+    is_off = settings.guarding.find_action(asked) is Guard.OFF
     if below is None or is_off or settings.checkpoint is not None or not sample.kept:
-        return calibrated, qmod
-    batches = pick_compared(calibrated, sample, settings.guarding)
-    other = replace(calibrate(replace(settings, effort=below)), effort=calibrated.effort)
-    module = lower(other)
-    measure = make_meter(calibrated, batches)
-    if not (flaw := find_flaw(measure(qmod), measure(module))):
-        return calibrated, qmod
-    note, ledger = {"level": f"{below.value}: {settings.level.value} {flaw}"}, read_ledger(module)
-    module = attach_ledger(module, replace(ledger, choices=note | dict(ledger.choices)))
-    return replace(other, choices=note | dict(other.choices)), module
+        return made
+    other = build(replace(settings, effort=below))
+    measure = make_meter(made.prepared, pick_compared(made.prepared, sample, settings.guarding))
+    if not (flaw := find_flaw(measure(made.module), measure(other.module))):
+        return made
+    ledger = read_ledger(other.module)
+    choices = {"level": f"{below.value}: {asked} {flaw}", **ledger.choices}
+    return other.change(write_ledger(other.module, replace(ledger, effort=asked, choices=choices)))
 
 
 def pick_compared(

@@ -25,7 +25,7 @@ from relayquant.data import (
     open_dataset,
 )
 from relayquant.data.item import describe_inputs
-from relayquant.errors import AccuracyWarning, ConfigError, format_count, warn_user
+from relayquant.errors import ConfigError, format_count
 from relayquant.flow.refine.guard import (
     ADVICE,
     Batches,
@@ -277,8 +277,9 @@ def is_enough(
 
 def write_reverted(
     found: Attempt, wide: Look, seen: GuardResult, suspects: Suspects, speed: SpeedResult | None
-) -> tvm.IRModule:
-    """The module that was found, with what was seen before and after in its ledger; warns.
+) -> tuple[tvm.IRModule, str]:
+    """The module that was found, with what was seen before and after in its ledger, and what to
+    warn of.
 
     Args:
         found: The module.
@@ -305,12 +306,7 @@ def write_reverted(
             "are the cause but integers, such as sums that do not fit int32: see "
             "relayquant.analysis.accumulator_report. guard=Guard.OFF silences this."
         )
-    warn_user(
-        f"{describe_deviation(seen)} {describe_changes(suspects.prepared, found.changes)} Now: "
-        f"{guard.describe()}. {advice}",
-        AccuracyWarning,
-        code="RQ401",
-    )
+    done = describe_changes(suspects.prepared, found.changes)
     ledger = replace(read_ledger(found.module), guard=guard, speed=speed)
     for name in found.names:
         ledger = ledger.with_refusal(
@@ -319,7 +315,8 @@ def write_reverted(
             "relayquant.compare and relayquant.lint tell whether its range or the data is wrong; "
             "guard=Guard.OFF keeps it quantized",
         )
-    return write_ledger(found.module, ledger)
+    warning = f"{describe_deviation(seen)} {done} Now: {guard.describe()}. {advice}"
+    return write_ledger(found.module, ledger), warning
 
 
 def describe_changes(prepared: PreparedModel, changes: Changes) -> str:

@@ -63,13 +63,18 @@ def mended(digits):
     return qmod, caught
 
 
+def guard(*args):
+    """As `guard_module`, and warn."""
+    return guard_module(*args).warn()
+
+
 def test_guard__silent_on_a_good_model(digits):
     mod, params, data = digits
     prepared = rq.calibrate(rq.prepare(mod, params, effort="fast"), data)
     qmod = rq.lower(rq.convert_to_reference(prepared))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        guarded = guard_module(prepared, qmod, data, QuantizeSettings(guard=Guard.REVERT))
+        guarded = guard(prepared, qmod, data, QuantizeSettings(guard=Guard.REVERT))
     seen = rq.ledger(guarded).guard
     assert seen is not None
     assert (seen.samples, seen.deviates, seen.operator, seen.reverted) == (32, False, "", ())
@@ -119,7 +124,7 @@ def test_guard__action_by_effort(effort, action):
 
 def test_guard__warning_names_the_operator(digits, broken):
     with pytest.warns(rq.AccuracyWarning, match="first operator that is off is 'conv2/relu'"):
-        qmod = guard_module(*broken, digits[2], QuantizeSettings(guard=None))
+        qmod = guard(*broken, digits[2], QuantizeSettings(guard=None))
     ledger = rq.ledger(qmod)
     assert not ledger.floating
     assert (ledger.guard.deviates, ledger.guard.operator) == (True, BROKEN)
@@ -130,12 +135,12 @@ def test_guard__off_runs_nothing(broken):
         raise AssertionError("the data was read")
 
     prepared, qmod = broken
-    assert guard_module(prepared, qmod, items, QuantizeSettings(guard=Guard.OFF)) is qmod
+    assert guard(prepared, qmod, items, QuantizeSettings(guard=Guard.OFF)) is qmod
 
 
 def test_guard__strict_keeps_all_integers(digits, broken):
     with pytest.warns(rq.AccuracyWarning, match="with strict=True no operator goes back"):
-        qmod = guard_module(*broken, digits[2], QuantizeSettings(guard=Guard.REVERT, strict=True))
+        qmod = guard(*broken, digits[2], QuantizeSettings(guard=Guard.REVERT, strict=True))
     assert not rq.ledger(qmod).floating
 
 
@@ -144,14 +149,14 @@ def test_guard__keeps_integers_that_main_takes(digits, broken):
     (value,) = prepared.inputs
     prepared = replace(prepared, inputs=(replace(value, requested="uint8"),))
     with pytest.warns(rq.AccuracyWarning, match="with input_dtypes or output_dtypes no operator"):
-        qmod = guard_module(prepared, qmod, digits[2], QuantizeSettings(guard=Guard.REVERT))
+        qmod = guard(prepared, qmod, digits[2], QuantizeSettings(guard=Guard.REVERT))
     assert not rq.ledger(qmod).floating
 
 
 def test_guard__everything_in_float_if_nothing_less_will_do(digits, broken):
     settings = GuardSettings(Guard.REVERT, min_sqnr=90, target_sqnr=90)
     with pytest.warns(rq.AccuracyWarning):
-        qmod = guard_module(*broken, digits[2], QuantizeSettings(guard=settings))
+        qmod = guard(*broken, digits[2], QuantizeSettings(guard=settings))
     assert not rq.ledger(qmod).quantized
 
 
@@ -252,7 +257,7 @@ def test_rate_samples__silence_is_no_loss():
 def test_guard__warns_in_between(digits, broken):
     settings = GuardSettings(min_sqnr=-20, disagreement=1, doubtful_disagreement=0)
     with pytest.warns(rq.AccuracyWarning, match="more than 8 bits usually cost"):
-        qmod = guard_module(*broken, digits[2], QuantizeSettings(guard=settings))
+        qmod = guard(*broken, digits[2], QuantizeSettings(guard=settings))
     seen = rq.ledger(qmod).guard
     assert (seen.deviates, seen.deviates_slightly, seen.operator) == (False, True, BROKEN)
     assert Ledger.from_dict(rq.ledger(qmod).to_dict()).guard == seen
@@ -333,7 +338,7 @@ def test_guard__integers_alone_are_wrong_one_operator_goes_back():
 
     wrong = rewrite_main(right, damage)
     with pytest.warns(rq.AccuracyWarning, match="neither ranges nor data") as caught:
-        mended = guard_module(prepared, wrong, data, QuantizeSettings(guard=Guard.REVERT))
+        mended = guard(prepared, wrong, data, QuantizeSettings(guard=Guard.REVERT))
     assert rq.ledger(mended).guard.reverted == ("middle",)
     assert "relayquant.lint" not in str(caught[0].message)
     assert rq.ledger(mended).guard.sqnr > 25
@@ -648,7 +653,7 @@ def test_guard__damage_to_few_samples_is_seen(digits):
         settings = GuardSettings(Guard.WARN, **changes)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            guarded = guard_module(prepared, qmod, data, QuantizeSettings(guard=settings))
+            guarded = guard(prepared, qmod, data, QuantizeSettings(guard=settings))
         kinds = {w.category for w in caught} & {rq.AccuracyWarning}
         return rq.ledger(guarded).guard, bool(kinds)
 

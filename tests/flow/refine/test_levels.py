@@ -12,7 +12,7 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.analysis.outputs import count_differing
-from relayquant.config import GuardSettings
+from relayquant.config import Guard, GuardSettings
 from relayquant.data import SpreadSample, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.flow.refine import levels
@@ -143,6 +143,26 @@ def test_quantize__best_is_kept_without_a_flaw(monkeypatch, flaw):
     assert ledger.choices.get("level") == ("balanced: best differs" if flaw else None)
     (got,), (expected,) = (rq.reference.run(each, [data[0]]) for each in (best, balanced))
     assert np.array_equal(got, expected) is bool(flaw)
+
+
+@pytest.mark.parametrize("flaw", ["", "differs"])
+def test_quantize__best_and_the_level_below_are_compared_as_the_guard_leaves_them(
+    monkeypatch, flaw
+):
+    mod = build_model(lambda emit, x: emit.dense("z", emit.dense("y", x, 30), 3), (4, 25))
+    rng, seen = np.random.default_rng(0), []
+    data = [rng.normal(size=(4, 25)).astype("float32") for _ in range(4)]
+    guard = GuardSettings(Guard.REVERT, min_sqnr=90, target_sqnr=90)
+    monkeypatch.setattr(levels, "make_meter", lambda *_: seen.append)
+    monkeypatch.setattr(levels, "find_flaw", lambda *_: flaw)
+    with pytest.warns(rq.AccuracyWarning) as caught:
+        best = rq.quantize(mod, None, data, effort="best", guard=guard)
+    assert len(caught) == 1
+    assert [bool(rq.ledger(each).guard.reverted) for each in seen] == [True, True]
+    assert str(caught[0].message).count(rq.ledger(best).guard.describe()) == 1
+    same = seen[1] if flaw else seen[0]
+    assert rq.ledger(best).guard == rq.ledger(same).guard
+    assert rq.ledger(best).to_dict()["effort"] == "best"
 
 
 @pytest.mark.parametrize("is_off", [False, True])
