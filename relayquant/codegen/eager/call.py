@@ -1,4 +1,4 @@
-"""Call of an operator -> a step in numpy that asks TVM nothing when it runs."""
+"""Call of an operator -> a step whose operands and attributes are read from TVM once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import tvm
 import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir import Call, GenericConst, Op, PrimType
@@ -23,11 +24,13 @@ from relayquant.ir.reference import qnn
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.reference.interpreter import conform_value, execute_binding, read_keywords
 from relayquant.ir.reference.relax import OPERATORS, OperatorFunction
+from relayquant.ir.reference.single_call import SingleCall
 from relayquant.ir.rewrite.expressions import static_sizes
 
 
 class CallStep:
-    """An operator with a form in numpy, whose operands, attributes and type are read once.
+    """An operator whose operands, attributes and type are read once. It runs in its numpy form, or
+    as TVM compiles it.
 
     The interpreter has the last word: it computes what the function refuses, and says what is
     wrong with values that it does not take.
@@ -50,7 +53,7 @@ class CallStep:
             return None
         if not isinstance(call.op, Op) or isinstance(call.ty, PrimType):
             return None
-        function = find_function(call)
+        function = find_function(call, binding.var.name)
         operands = find_operands(call.args, find_object)
         if function is None or operands is None:
             return None
@@ -71,16 +74,23 @@ class CallStep:
         frame.values[self.result] = value
 
 
-def find_function(call: Call) -> OperatorFunction | None:
-    """Return the numpy function of a call's operator. None if numpy has no form of it."""
-    name = call.op.name.removeprefix("relax.")
-    if not name.startswith("qnn."):
-        return OPERATORS.get(name)
-    function = qnn.OPERATORS.get(name.removeprefix("qnn."))
-    if function is None:
+def find_function(call: Call, name: str) -> OperatorFunction | None:
+    """Return the function of a call's operator: in numpy, or compiled if numpy has no form of it.
+    `name` is of the value. None if only the interpreter can evaluate the call.
+    """
+    operator = call.op.name.removeprefix("relax.")
+    if operator in OPERATORS:
+        return OPERATORS[operator]
+    if operator.startswith("qnn."):
+        function = qnn.OPERATORS.get(operator.removeprefix("qnn."))
+        if function is None:
+            return None
+        keywords = read_keywords(call)
+        return lambda args, attrs: function(*args, **keywords)
+    if call.ty_args:
         return None
-    keywords = read_keywords(call)
-    return lambda args, attrs: function(*args, **keywords)
+    single = SingleCall(tvm.IRModule(), call, name)
+    return lambda args, attrs: single.run(args)
 
 
 class KnownAttributes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -47,57 +47,110 @@ def compile_call(mod: tvm.IRModule, call: Any, name: str, evaluate: Callable[[An
         name: Name of the value, for messages.
         evaluate: Returns the value of an operand, or of a size in a type.
     """
-    params: list[Any] = []
-    arrays: list[Array] = []
+    values = [arg if is_fixed(arg) else evaluate(arg) for arg in call.args]
+    return SingleCall(mod, call, name).run(values, evaluate)
 
-    def rebuild(expr: Any, value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            ty = relax.TensorType(value.shape, value.dtype.name)
-            params.append(relax.Var(f"p{len(params)}", ty))
-            arrays.append(value)
-            return params[-1]
-        if isinstance(expr.ty, relax.ShapeType):
-            return relax.ShapeExpr(list(value))
-        if isinstance(value, tuple):
-            fields = expr.fields if isinstance(expr, relax.Tuple) else expr.ty.fields
-            if isinstance(expr, relax.Tuple):
-                return relax.Tuple([rebuild(*pair) for pair in zip(fields, value, strict=True)])
+
+def is_fixed(arg: Any) -> bool:
+    """Whether an operand of a call stays as it is, because it has no value in numpy."""
+    return isinstance(arg, (tvm.ir.GlobalVar, relax.ExternFunc)) or not isinstance(
+        arg.ty, (relax.TensorType, relax.ShapeType, tvm.ir.TupleType, tvm.ir.PrimType)
+    )
+
+
+class SingleCall:
+    """A call as a function of its own, compiled with TVM for the generic CPU.
+
+    Attributes:
+        mod: Module with the functions that the call uses.
+        call: The call.
+        name: Name of the value, for messages.
+    """
+
+    def __init__(self, mod: tvm.IRModule, call: Any, name: str) -> None:
+        self.mod, self.call, self.name = mod, call, name
+        #: kind of the last operands, and the function for it
+        self.last: tuple[Any, relax.VirtualMachine] | None = None
+
+    def run(self, values: Sequence[Any], evaluate: Callable[[Any], Any] = int) -> Any:
+        """Run the call on the values of its operands. It is compiled again only for operands of
+        other shapes or dtypes than the last ones. `evaluate` returns the value of a size in a type.
+
+        Raises:
+            ModelError: TVM cannot compile or run the call.
+        """
+        kind, arrays = [*map(describe_kind, values)], [*list_arrays(values)]
+        try:
+            with _COMPILING:
+                if self.last is None or self.last[0] != kind:
+                    self.last = kind, compile_module(ModuleKey(self.make_module(values, evaluate)))
+                tensors = (tvm.runtime.tensor(np.array(array, order="C")) for array in arrays)
+                return to_numpy(self.last[1]["main"](*tensors))
+        except ModelError:
+            raise
+        except Exception as error:
             raise ModelError(
-                f"value {name!r}: a tuple variable cannot be passed to a compiled call.",
+                f"value {self.name!r}: {describe_operator(self.call)} has no numpy form and TVM "
+                f"cannot compile it alone: {str(error).strip().splitlines()[-1]}",
                 code="RQ206",
-            )
-        return tvm.tirx.const(value, str(expr.ty.dtype))
+            ) from error
 
-    def close_type(ty: Any) -> Any:
-        if isinstance(ty, tvm.ir.TupleType):
-            return tvm.ir.TupleType([close_type(part) for part in ty.fields])
-        if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr):
-            sizes = [evaluate(dim) for dim in ty.shape.values]
-            return relax.TensorType(sizes, get_tensor_dtype(ty))
-        return ty
+    def make_module(self, values: Sequence[Any], evaluate: Callable[[Any], Any]) -> tvm.IRModule:
+        """Make a module whose `main` takes the arrays in `values` and returns the call's result."""
+        params: list[Any] = []
 
-    args = []
-    for arg in call.args:
-        fixed = (tvm.ir.GlobalVar, relax.ExternFunc)
-        keep = isinstance(arg, fixed) or not isinstance(
-            arg.ty, (relax.TensorType, relax.ShapeType, tvm.ir.TupleType, tvm.ir.PrimType)
-        )
-        args.append(arg if keep else rebuild(arg, evaluate(arg)))
-    closed = relax.Call(call.op, args, call.attrs, [close_type(ty) for ty in call.ty_args])
-    try:
-        with _COMPILING:
-            main = make_main(params, lambda _: closed)["main"]
-            called = {arg: mod[arg] for arg in args if isinstance(arg, tvm.ir.GlobalVar)}
-            single = tvm.IRModule({**called, tvm.ir.GlobalVar("main"): main})
-            machine = compile_module(ModuleKey(single))
-            result = machine["main"](*(tvm.runtime.tensor(np.array(a, order="C")) for a in arrays))
-    except Exception as error:
-        raise ModelError(
-            f"value {name!r}: {describe_operator(call)} has no numpy form and TVM cannot compile "
-            f"it alone: {str(error).strip().splitlines()[-1]}",
-            code="RQ206",
-        ) from error
-    return to_numpy(result)
+        def rebuild(expr: Any, value: Any) -> Any:
+            if isinstance(value, np.ndarray):
+                ty = relax.TensorType(value.shape, value.dtype.name)
+                params.append(relax.Var(f"p{len(params)}", ty))
+                return params[-1]
+            if isinstance(expr.ty, relax.ShapeType):
+                return relax.ShapeExpr(list(value))
+            if isinstance(value, tuple):
+                if isinstance(expr, relax.Tuple):
+                    pairs = zip(expr.fields, value, strict=True)
+                    return relax.Tuple([rebuild(*pair) for pair in pairs])
+                raise ModelError(
+                    f"value {self.name!r}: a tuple variable cannot be passed to a compiled call.",
+                    code="RQ206",
+                )
+            return tvm.tirx.const(value, str(expr.ty.dtype))
+
+        def close_type(ty: Any) -> Any:
+            if isinstance(ty, tvm.ir.TupleType):
+                return tvm.ir.TupleType([close_type(part) for part in ty.fields])
+            if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr):
+                sizes = [evaluate(dim) for dim in ty.shape.values]
+                return relax.TensorType(sizes, get_tensor_dtype(ty))
+            return ty
+
+        call = self.call
+        args = [
+            arg if is_fixed(arg) else rebuild(arg, value)
+            for arg, value in zip(call.args, values, strict=True)
+        ]
+        closed = relax.Call(call.op, args, call.attrs, [close_type(ty) for ty in call.ty_args])
+        main = make_main(params, lambda _: closed)["main"]
+        called = {arg: self.mod[arg] for arg in args if isinstance(arg, tvm.ir.GlobalVar)}
+        return tvm.IRModule({**called, tvm.ir.GlobalVar("main"): main})
+
+
+def describe_kind(value: Any) -> Any:
+    """Describe what the compiled function depends on: shape and dtype of an array, else the value
+    itself.
+    """
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype.name
+    return tuple(map(describe_kind, value)) if isinstance(value, tuple) else value
+
+
+def list_arrays(values: Iterable[Any]) -> Iterator[Array]:
+    """List the arrays among values and in their tuples, in order."""
+    for value in values:
+        if isinstance(value, np.ndarray):
+            yield value
+        elif isinstance(value, tuple):
+            yield from list_arrays(value)
 
 
 @dataclass(frozen=True, eq=False)

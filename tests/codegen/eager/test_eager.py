@@ -23,7 +23,7 @@ from relayquant.codegen.eager.plan import Planner
 from relayquant.codegen.eager.product import IntegerProductStep, ProductStep
 from relayquant.codegen.eager.rounding import RoundingStep
 from relayquant.ir.dialect import qnn as ir
-from relayquant.ir.reference import qnn, run
+from relayquant.ir.reference import qnn, run, single_call
 from relayquant.ir.reference.frame import Frame
 
 RNG = np.random.default_rng(0)
@@ -578,6 +578,19 @@ def resize_model():
     return build_model(
         lambda e, x: e("y", op.image.resize2d(e.conv("c", x), (9, 9), method="linear")), MAP
     )
+
+
+def test_operator_without_numpy_form__is_built_once_for_its_shapes(monkeypatch):
+    mod = resize_model()
+    module, x = EagerModule(mod), draw(mod)
+    expected = module.run("main", x)
+
+    def fail(*_):
+        raise AssertionError("built")
+
+    monkeypatch.setattr(single_call, "make_main", fail)
+    for got, wanted in zip(module.run("main", x), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
 
 
 @pytest.mark.parametrize("model", [residual_model, resize_model])
