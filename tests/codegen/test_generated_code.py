@@ -30,6 +30,7 @@ from relayquant.codegen.kernels.floating.gathered import (
     GatheredProduct,
     make_product,
 )
+from relayquant.codegen.kernels.floating.planar import PlanarProduct, make_planar
 from relayquant.codegen.kernels.floating.row_norm import RowNorm, make_row_norm
 from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, choose_float_isa
@@ -560,6 +561,24 @@ def test_innermost_loops__of_gathered_floats(name, vectors):
 
     tile = max(loops, key=count)
     assert count(tile) >= 10
+    assert not [line for line in tile if "(%rsp" in line or "[sp" in line]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("outputs", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["haswell", "sapphirerapids", "znver5", "neoverse-n1"])
+def test_innermost_loops__of_planar_floats(name, outputs):
+    """Sums and the addresses of the pixels stay in registers."""
+    target = resolve_target({**TARGETS, **ARM_TARGETS}[name])
+    isa, architecture = choose_float_isa(target), find_architecture(target)
+    spec = PlanarProduct.choose(outputs, isa)
+    if spec is None:
+        assert 2 * outputs > isa.lanes
+        return
+    syntax = replace(SYNTAX[architecture], product=FLOAT_PRODUCT)
+    loops = find_innermost_loops(compile_kernel(make_planar(spec, isa, "product"), target), syntax)
+    tile = max(loops, key=lambda loop: sum(bool(FLOAT_PRODUCT.match(line)) for line in loop))
+    assert sum(bool(FLOAT_PRODUCT.match(line)) for line in tile) >= outputs * spec.vectors
     assert not [line for line in tile if "(%rsp" in line or "[sp" in line]
 
 

@@ -16,7 +16,7 @@ from tvm.tirx import PrimFunc
 from relayquant.base.runtime import align_array, empty_aligned, view_aligned
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import LastMade, Operand
-from relayquant.codegen.eager.windows import find_windows, pad_images
+from relayquant.codegen.eager.windows import find_planes, find_windows, lay_planes, pad_images
 from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d, count_macs
 from relayquant.codegen.kernels.floating.convolution.winograd import (
     make_winograd,
@@ -24,11 +24,13 @@ from relayquant.codegen.kernels.floating.convolution.winograd import (
     prefers_winograd,
 )
 from relayquant.codegen.kernels.floating.gathered import (
+    Extents,
     GatheredDepthwise,
     GatheredProduct,
     make_depthwise,
     make_product,
 )
+from relayquant.codegen.kernels.floating.planar import PlanarProduct, make_planar
 from relayquant.codegen.kernels.floating.tile import FEWEST_CHANNELS, FloatEpilogue, FloatIsa
 from relayquant.errors import ModelError
 from relayquant.ir.reference.frame import Frame
@@ -192,8 +194,9 @@ class ProductCall:
 
     Attributes:
         spec: The data as images of a convolution; their shape is `data_view`.
-        out_shape: Shape of the result.
+        out_shape: Shape of the result in memory.
         steps: Where the elements of a window are.
+        starts: Where the results of each vector are.
         parts: For each call where the windows are, and the sizes.
     """
 
@@ -201,6 +204,7 @@ class ProductCall:
     data_view: tuple[int, ...]
     out_shape: tuple[int, ...]
     steps: Any
+    starts: Any
     parts: tuple[tuple[Any, Any], ...]
 
 
@@ -234,7 +238,8 @@ class ProductRunner:
     Attributes:
         key: The kernel, which depends on the number of outputs only; or Winograd's, for the image
             size of the model.
-        is_winograd: Which of them.
+        is_winograd: Whether it is Winograd's.
+        is_planar: Whether data and results lie in planes, one for each channel.
     """
 
     def __init__(
@@ -257,13 +262,16 @@ class ProductRunner:
         """
         self.name, self.layout, self.kernels = name, layout, kernels
         spec, isa = layout.spec, kernels.isa
-        self.panels: GatheredDepthwise | GatheredProduct
-        if spec.is_depthwise:
-            self.panels = GatheredDepthwise.choose(spec.out_channels, isa)
-            self.key = KernelKey(make_depthwise, self.panels)
+        self.panels: GatheredDepthwise | GatheredProduct | PlanarProduct
+        planar = choose_planar(spec, isa)
+        self.is_planar = planar is not None
+        if planar is not None:
+            self.panels, make = planar, make_planar
+        elif spec.is_depthwise:
+            self.panels, make = GatheredDepthwise.choose(spec.out_channels, isa), make_depthwise
         else:
-            self.panels = GatheredProduct.choose(spec.group_out, isa)
-            self.key = KernelKey(make_product, self.panels)
+            self.panels, make = GatheredProduct.choose(spec.group_out, isa), make_product
+        self.key = KernelKey(make, self.panels)
         groups = spec.groups, spec.group_out
         self.starts = view_flat(self.panels.list_starts(*groups))
         self.origins = view_flat(self.panels.list_origins(*groups, spec.group_in))
@@ -272,6 +280,7 @@ class ProductRunner:
         shaped = None if is_exact else choose_winograd(replace(spec, epilogue=epilogue), isa)
         self.is_winograd = shaped is not None
         if shaped is not None:
+            self.is_planar = False
             self.key = KernelKey(make_winograd_of_any_batch, shaped)
         limits = -math.inf if low is None else low, math.inf if high is None else high
         self.limits = view_flat(np.array(limits, "float32"))
@@ -301,21 +310,25 @@ class ProductRunner:
                 self.calls.clear()
             call = self.calls[x.shape] = self.plan_call(x.shape, residual is not None)
         y = empty_aligned(call.out_shape, "float32")
+        made = np.moveaxis(y, 1, -1) if self.is_planar else y
         if not y.size or not x.size:
-            return y
-        images = pad_images(x.reshape(call.data_view), call.spec, zero_point)
+            return made
+        lay = lay_planes if self.is_planar else pad_images
+        images = lay(x.reshape(call.data_view), call.spec, zero_point)
+        if residual is not None and self.is_planar:
+            residual = np.moveaxis(residual, -1, 1)
         kernel, result = self.kernel, view_aligned(y.reshape(-1))
         bias = self.no_bias if bias is None else bias
         added = result if residual is None else view_flat(residual)
         if self.is_winograd:  # It counts the images, so they stay apart.
             others = [bias] if residual is None else [bias, added]
             kernel(view_aligned(images), weight.transformed, *others, result)
-            return y
+            return made
         data, packed = view_flat(images), weight.gathered
         for rows, sizes in call.parts:
-            kernel(data, rows, call.steps, packed, bias, added, result, self.starts, self.origins,
+            kernel(data, rows, call.steps, packed, bias, added, result, call.starts, self.origins,
                    sizes, self.limits)  # fmt: skip
-        return y
+        return made
 
     def plan_call(self, sizes: tuple[int, ...], has_residual: bool) -> ProductCall:
         """Plan the kernel calls for data of the shape `sizes` (N, spatial, C).
@@ -331,15 +344,42 @@ class ProductRunner:
                 "pad them in the model.",
                 code="RQ206",
             )
+        out_shape = self.layout.out_shape(sizes, spec)
+        data_view = images, *spec.in_shape[1:]
+        if self.is_planar:
+            planes, pixels = find_planes(spec, self.panels.lanes), math.prod(spec.out_size)
+            result_size = pixels * spec.out_channels
+            extents = Extents(
+                images, planes.image_size, result_size, pixels, has_residual=has_residual
+            )
+            return ProductCall(
+                spec,
+                data_view,
+                (out_shape[0], out_shape[-1], *out_shape[1:-1]),
+                view_flat(planes.steps),
+                view_flat(planes.starts),
+                ((view_flat(planes.rows), view_flat(extents.array)),),
+            )
         windows = find_windows(spec)
         parts = windows.plan_calls(images, spec.out_channels, has_residual)
         return ProductCall(
             spec,
-            (images, *spec.in_shape[1:]),
-            self.layout.out_shape(sizes, spec),
+            data_view,
+            out_shape,
             view_flat(windows.steps),
+            self.starts,
             tuple((view_flat(rows), view_flat(extents.array)) for rows, extents in parts),
         )
+
+
+def choose_planar(spec: FloatConv2d, isa: FloatIsa) -> PlanarProduct | None:
+    """Return the tile of pixels for a convolution whose outputs fill no vector, if its rows of
+    results do. None if its width is symbolic: the kernel is chosen before the data is known.
+    """
+    is_wide = spec.width > 0 and spec.out_size[1] >= isa.lanes
+    if spec.groups > 1 or spec.kernel == (1, 1) or not is_wide:
+        return None
+    return PlanarProduct.choose(spec.out_channels, isa)
 
 
 def choose_winograd(spec: FloatConv2d, isa: FloatIsa) -> FloatConv2d | None:

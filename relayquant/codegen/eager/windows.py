@@ -67,6 +67,67 @@ def find_windows(spec: FloatConv2d) -> WindowTables:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class PlaneTables:
+    """Windows of one image, whose data lie in planes with the padding; see `lay_planes`.
+
+    Attributes:
+        rows: Where each vector of neighbouring pixels begins in the data.
+        starts: Where in a plane of results. The last vector of a row overlaps the one before it.
+        steps: Where the elements of a window are.
+        image_size: Elements of the image.
+    """
+
+    rows: Table
+    starts: Table
+    steps: Table
+    image_size: int
+
+
+@functools.lru_cache(maxsize=256)
+def find_planes(spec: FloatConv2d, lanes: int) -> PlaneTables:
+    """Return the windows of an image of `spec`, whose results have at least `lanes` columns."""
+    (height, width), (oh, ow), channels = spec.padded_size, spec.out_size, spec.in_channels
+    (kh, kw), (sh, sw), (dh, dw) = spec.kernel, spec.strides, spec.dilation
+    columns = -(-width // sw)
+    pitch = sw * columns
+    first = np.minimum(np.arange(0, ow, lanes), ow - lanes)
+    place, phase = np.divmod(np.arange(kw) * dw, sw)
+    taps = (np.arange(kh)[:, None] * (dh * pitch) + phase * columns + place)[..., None]
+    tables = (
+        np.arange(oh)[:, None] * (sh * pitch) + first,
+        np.arange(oh)[:, None] * ow + first,
+        taps + np.arange(channels) * (height * pitch),
+    )
+    rows, starts, steps = (table.reshape(-1).astype("int32") for table in tables)
+    return PlaneTables(rows, starts, steps, channels * height * pitch)
+
+
+def lay_planes(
+    images: np.ndarray, spec: FloatConv2d, zero_point: np.float32 | None = None
+) -> np.ndarray:
+    """Return images (N, H, W, C) in the memory order N, C, H, phase, W / stride, with the padding
+    of `spec`. A phase holds the columns that are a stride apart, so that the pixels that a tap of
+    neighbouring windows reads are neighbours. Integers are read less their zero point.
+    """
+    (height, width), (top, left, _, _), stride = spec.padded_size, spec.padding, spec.strides[1]
+    below, right = top + spec.height, left + spec.width
+    columns = -(-width // stride)
+    shape = len(images), spec.in_channels, height, columns * stride
+    is_plain = stride == 1
+    planes = (empty_aligned if is_plain else np.empty)(shape, "float32")
+    planes[:, :, :top], planes[:, :, below:] = 0, 0
+    planes[:, :, top:below, :left], planes[:, :, top:below, right:] = 0, 0
+    inside, data = planes[:, :, top:below, left:right], images.transpose(0, 3, 1, 2)
+    if zero_point is None:
+        inside[...] = data
+    else:
+        np.subtract(data, zero_point, out=inside, dtype="float32")
+    if is_plain:
+        return planes
+    return align_array(planes.reshape(*shape[:3], columns, stride).swapaxes(-1, -2))
+
+
 def pad_images(
     images: np.ndarray, spec: FloatConv2d, zero_point: np.float32 | None = None
 ) -> np.ndarray:

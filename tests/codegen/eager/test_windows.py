@@ -9,12 +9,14 @@ from float_models import build_model
 from tvm import relax
 from tvm.relax import op
 
-from relayquant.codegen.eager import EagerModule, kernel_cache, windows
+from relayquant.codegen.eager import EagerModule, kernel_cache, product, windows
 from relayquant.codegen.eager.kernel_cache import KernelCache, host_kernels
 from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d
 from relayquant.codegen.kernels.floating.gathered import GatheredProduct
+from relayquant.codegen.kernels.floating.planar import make_planar
 from relayquant.codegen.kernels.floating.tile import FloatIsa
 from relayquant.ir.dialect import qnn
+from relayquant.ir.reference import run
 
 
 def draw_integers(*shape: int, seed: int = 0) -> np.ndarray:
@@ -48,6 +50,8 @@ CONVOLUTIONS = [
     (7, 6, 6, 5, 3, 1, 1, 6),  # depthwise
     (1, 20, 20, 11, 5, 2, 2, 20),
     (9, 4, 16, 2, 2, 1, 0, 1),  # images of one result
+    (2, 3, 2, 19, 3, 1, 1, 1),  # few outputs: vectors of pixels, of which the last overlaps
+    (3, 2, 1, 40, 3, 2, 0, 1),  # every second column
 ]
 
 
@@ -71,6 +75,40 @@ def test_convolution__equals_exact_integers(monkeypatch, case, rows):
     assert [s.var.name for s in module.programs["main"].steps if s.kernel] == ["clip"]
     (have,) = module.run("main", [x, other])
     np.testing.assert_array_equal(have, np.clip(want + bias + other, -150, 200))
+
+
+@pytest.mark.parametrize(
+    "attrs",
+    [
+        {"padding": (1, 2, 0, 3)},
+        {"strides": (2, 3), "dilation": (1, 2), "padding": (2, 0, 2, 5)},
+        {"strides": (1, 2), "dilation": (3, 1)},
+    ],
+)
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_vectors_of_pixels__give_the_bits_of_vectors_of_outputs(monkeypatch, attrs, outputs):
+    """With any stride and dilation, for data and a residual in any memory order."""
+    rng = np.random.default_rng(0)
+    w, bias = rng.normal(size=(outputs, 3, 2, 5)), rng.normal(size=(1, outputs, 1, 1))
+    w, bias = w.astype("float32"), bias.astype("float32")
+
+    def body(emit, x, other):
+        y = emit("y", op.nn.conv2d(x, relax.const(w), **attrs))
+        return emit("sum", op.add(emit("biased", op.add(y, relax.const(bias))), other))
+
+    x = rng.normal(size=(2, 3, 9, 70)).astype("float32")
+    alone = build_model(lambda e, x: e("y", op.nn.conv2d(x, relax.const(w), **attrs)), x.shape)
+    (result,) = run(alone, [x])
+    other = np.asfortranarray(rng.normal(size=result.shape).astype("float32"))
+    mod = build_model(body, x.shape, other.shape)
+    module = EagerModule(mod)
+    (have,) = module.run("main", [x, other])
+    assert [step.kernel.make for step in module.programs["main"].steps if step.kernel] == [
+        make_planar
+    ]
+    monkeypatch.setattr(product, "choose_planar", lambda *_: None)
+    (want,) = EagerModule(mod).run("main", [x, other])
+    np.testing.assert_array_equal(have, want)
 
 
 def test_clip__nan_and_infinity_are_those_of_numpy():
@@ -107,16 +145,16 @@ def test_kernels__a_network_of_many_shapes_needs_few(monkeypatch):
 @pytest.mark.parametrize("outputs", [*range(2, 20), 63, 64, 65, 1000])
 @pytest.mark.parametrize("lanes", [4, 16])
 def test_panels__cover_every_output_of_every_group(outputs, lanes):
-    product = GatheredProduct.choose(outputs, FloatIsa(lanes, 24))
-    starts = product.list_starts(3, outputs)
-    covered = starts[..., None] + np.arange(product.lanes)
-    for group, panels in enumerate(np.split(covered, 3)):
+    panels = GatheredProduct.choose(outputs, FloatIsa(lanes, 24))
+    starts = panels.list_starts(3, outputs)
+    covered = starts[..., None] + np.arange(panels.lanes)
+    for group, found in enumerate(np.split(covered, 3)):
         inside = np.arange(outputs) + group * outputs
-        assert set(panels.flat) == set(inside)
-    assert list(product.list_origins(3, outputs, 7)) == [
+        assert set(found.flat) == set(inside)
+    assert list(panels.list_origins(3, outputs, 7)) == [
         group * 7 for group in range(3) for _ in range(len(starts) // 3)
     ]
-    assert starts.size * product.lanes < 3 * 2 * outputs
+    assert starts.size * panels.lanes < 3 * 2 * outputs
 
 
 def test_windows__of_a_pixel_are_its_channels():

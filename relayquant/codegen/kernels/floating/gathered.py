@@ -121,8 +121,8 @@ class Extents:
         return np.array([getattr(self, each.name) for each in fields(self)], "int64")
 
 
-class _Arguments:
-    """The arguments of both kernels."""
+class ProductArguments:
+    """The arguments of all kernels here and in `planar`."""
 
     def __init__(self) -> None:
         names = ("x", "rows", "steps", "w", "bias", "residual", "y", "starts", "origins", "sizes",
@@ -149,9 +149,13 @@ class _Arguments:
         """Read an entry of a table."""
         return T.Cast("int64", self[name][index])
 
-    def finish(self, value: Expr, channel: Expr, row: Expr, lanes: int) -> None:
-        """Add bias and residual, clip and store, as `finish_into` says."""
-        value, at = T.bind(value + load_vector(self["bias"], channel, lanes)), row + channel
+    def finish_channels(self, value: Expr, channel: Expr, row: Expr, lanes: int) -> None:
+        """Add the bias of channels that are next to each other, and finish."""
+        self.finish(value + load_vector(self["bias"], channel, lanes), row + channel, lanes)
+
+    def finish(self, value: Expr, at: Expr, lanes: int) -> None:
+        """Add the residual, clip and store."""
+        value = T.bind(value)
         low, high = (broadcast(self["limits"][i], lanes) for i in range(2))
 
         def store(total: Expr) -> None:
@@ -179,7 +183,7 @@ def make_product(spec: GatheredProduct, isa: FloatIsa, name: str) -> PrimFunc:
     height = min((isa.accumulators + 3 - vectors) // vectors, isa.addresses)
 
     def body() -> None:
-        a = _Arguments()
+        a = ProductArguments()
 
         def tile(panel: Expr, rows: list[Expr], results: list[Expr]) -> None:
             starts = [T.bind(a.read("starts", panel * vectors + b)) for b in range(vectors)]
@@ -197,7 +201,7 @@ def make_product(spec: GatheredProduct, isa: FloatIsa, name: str) -> PrimFunc:
                 a["x"],
                 a["w"],
                 reduce,
-                lambda r, b, value: a.finish(value, starts[b], results[r], lanes),
+                lambda r, b, value: a.finish_channels(value, starts[b], results[r], lanes),
             )
 
         emit_loops(a, height, tile)
@@ -211,7 +215,7 @@ def make_depthwise(spec: GatheredDepthwise, isa: FloatIsa, name: str) -> PrimFun
     height = min(isa.accumulators // 3, isa.addresses)
 
     def body() -> None:
-        a = _Arguments()
+        a = ProductArguments()
 
         def tile(panel: Expr, rows: list[Expr], results: list[Expr]) -> None:
             channel = T.bind(a.read("starts", panel))
@@ -225,14 +229,14 @@ def make_depthwise(spec: GatheredDepthwise, isa: FloatIsa, name: str) -> PrimFun
                     product = load_vector(a["x"], row + offset, lanes) * tap
                     store_vector(each, load_vector(each, 0, lanes) + product, 0, lanes)
             for each, result in zip(sums, results, strict=True):
-                a.finish(load_vector(each, 0, lanes), channel, result, lanes)
+                a.finish_channels(load_vector(each, 0, lanes), channel, result, lanes)
 
         emit_loops(a, height, tile)
 
     return build_kernel(name, body)
 
 
-def emit_loops(a: _Arguments, height: int, tile: EmitTile) -> None:
+def emit_loops(a: ProductArguments, height: int, tile: EmitTile) -> None:
     """Emit loops over images, blocks of rows, panels and tiles of `height` rows.
 
     The last tile is moved back over its neighbour. Fewer rows than that are computed one by one.
