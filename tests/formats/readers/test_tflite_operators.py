@@ -293,6 +293,24 @@ def test_options__missing(tmp_path):
         load(tmp_path, [tensor("x"), tensor("y")], [("SOFTMAX", ["x"], "y")], ["x"], ["y"])
 
 
+@pytest.mark.parametrize(
+    ("bounds", "fields", "fault"),
+    [
+        (([2, 0], [3, 1], [1, 1]), {"ShrinkAxisMask": 1}, "its index is 2; supported: less than 2"),
+        (([0, 0], [2, 1], [1, 0]), {}, "its stride is 0; supported: positive"),
+        (([1, 0], [0, 1], [-1, 1]), {"ShrinkAxisMask": 1}, "its stride is -1; supported: pos"),
+        (([0] * 3, [1] * 3, [1] * 3), {}, "3 indices and 0 ellipses for an operand of rank 2"),
+        (([0] * 3, [1] * 3, [1] * 3), {"EllipsisMask": 5}, "1 index and 2 ellipses"),
+        (([0] * 3, [1] * 3, [1] * 3), {"EllipsisMask": 2}, "one ellipsis that stands for an axis"),
+    ],
+)
+def test_slice__that_no_kernel_computes(tmp_path, bounds, fields, fault):
+    constants = [tensor(n, np.array(v, "int32")) for n, v in zip("bes", bounds, strict=True)]
+    call = Operator("STRIDED_SLICE", ["x", "b", "e", "s"], ["y"], "StridedSliceOptions", fields)
+    with pytest.raises(ModelError, match=rf"STRIDED_SLICE .*{fault}"):
+        load(tmp_path, [tensor("x"), *constants, tensor("y", shape=(1, 1))], [call], ["x"], ["y"])
+
+
 # -- graphs that call graphs -----------------------------------------------------------------------
 
 

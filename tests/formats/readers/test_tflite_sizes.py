@@ -113,6 +113,48 @@ def test_open_sizes__each_sample_of_a_network_is_as_alone(file, shared_data):
         np.testing.assert_allclose(rq.reference.run(mod, [x])[0], want, rtol=1e-5, atol=1e-5)
 
 
+def write_slice(path, begin, end, stride, fields, pick):
+    """A slice of data (N, 4) whose N is open."""
+    made = pick(np.zeros((1, 4), "float32"))
+    constants = [
+        Tensor(name, (len(each),), "int32", np.array(each, "int32"))
+        for name, each in zip("bes", (begin, end, stride), strict=True)
+    ]
+    result = Tensor("y", made.shape, signature=[-1] * made.ndim)
+    tensors = [Tensor("x", (1, 4), signature=(-1, 4)), *constants, result]
+    call = Operator("STRIDED_SLICE", ["x", "b", "e", "s"], ["y"], "StridedSliceOptions", fields)
+    return write_model(path / "m.tflite", tensors, [call], ["x"], ["y"])
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "stride", "fields", "pick"),
+    [
+        ([0, 1], [0, 3], [1, 1], {"BeginMask": 1, "EndMask": 1}, lambda x: x[:, 1:3]),
+        ([1], [0], [1], {"EndMask": 1}, lambda x: x[1:]),
+        ([0], [-1], [2], {}, lambda x: x[0:-1:2]),
+        ([0], [4], [1], {}, lambda x: x[:4]),
+        ([-1], [0], [1], {"ShrinkAxisMask": 1}, lambda x: x[-1]),
+        ([0, 0], [0, 0], [1, -1], {"BeginMask": 3, "EndMask": 3}, lambda x: x[:, ::-1]),
+        ([0, 0], [0, 0], [1, 1], {"EllipsisMask": 1, "NewAxisMask": 2}, lambda x: x[..., None]),
+    ],
+)
+def test_open_sizes__of_slices_get_names(begin, end, stride, fields, pick, tmp_path):
+    path = write_slice(tmp_path, begin, end, stride, fields, pick)
+    mod, _ = rq.load(path, shapes={"x": ("N", 4)})
+    for rows in (3, 7):
+        x = RNG.standard_normal((rows, 4)).astype("float32")
+        np.testing.assert_array_equal(rq.reference.run(mod, [x])[0], pick(x))
+
+
+def test_open_sizes__of_slices_that_count_down_are_refused(tmp_path):
+    path = write_slice(tmp_path, [0], [0], [-1], {"BeginMask": 1, "EndMask": 1}, lambda x: x[::-1])
+    with pytest.raises(ModelError, match=r"stride is -1 along an axis of size N; .*Fix the symbol"):
+        rq.load(path, shapes={"x": ("N", 4)})
+    x = RNG.standard_normal((3, 4)).astype("float32")
+    mod, _ = rq.load(path, shapes={"x": (3, 4)})
+    np.testing.assert_array_equal(rq.reference.run(mod, [x])[0], x[::-1])
+
+
 def write_sum(path):
     """A sum of a and b (N, 4) whose N are open."""
     tensors = [Tensor(name, (1, 4), signature=(-1, 4)) for name in "aby"]

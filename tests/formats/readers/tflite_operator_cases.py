@@ -458,7 +458,17 @@ def shape_cases() -> Iterator[Case]:
         ({"EndMask": 1}, [1], [0], [1], lambda x: x[1:]),
         ({"BeginMask": 4, "EndMask": 4}, [0, 0, 0], [2, 3, 0], [1, 1, -1], lambda x: x[:, :, ::-1]),
         ({}, [-2, -2, -3], [9, 9, -1], [1, 1, 1], lambda x: x[-2:9, -2:9, -3:-1]),
-    ):
+        ({"BeginMask": 2, "ShrinkAxisMask": 2}, [1, 2], [2, 3], [1, 1], lambda x: x[1:2, 0]),
+        ({"ShrinkAxisMask": 1}, [-9], [0], [1], lambda x: x[0]),
+        ({"Offset": True}, [0, 1, 2], [2, 2, 1], [1, 1, 1], lambda x: x[:2, 1:3, 2:3]),
+        ({}, [0, 2, 3], [2, 1, 1], [1, 1, 1], lambda x: x[:2, 2:1, 3:1]),
+        ({}, [0, 0, 0], [2, 2, 3], [1, 1, -1], lambda x: x[:2, :2, 0:3:-1]),
+        ({"EllipsisMask": 1, "NewAxisMask": 6}, [0] * 4, [0, 0, 0, 2], [1] * 4,
+         lambda x: x[..., None, None, :2]),
+        ({"EllipsisMask": 8}, [1, 0, 0, 0], [2, 2, 3, 0], [1] * 4, lambda x: x[1:2, :2, :3, ...]),
+        ({"BeginMask": 2, "EndMask": 3, "ShrinkAxisMask": 4}, [-1, 0, 1], [0, 0, 0], [1, -1, 1],
+         lambda x: x[-1:, ::-1, 1]),
+    ):  # fmt: skip
         yield Case(
             "STRIDED_SLICE",
             [X, ints(begin), ints(end), ints(stride)],

@@ -19,6 +19,7 @@ from relayquant.formats.readers.fourier import emit_product, make_transform
 from relayquant.formats.readers.indices import take_largest
 from relayquant.formats.readers.refusal import FIX_SIZES, Refusal
 from relayquant.formats.readers.tflite.options import read_options
+from relayquant.formats.readers.tflite.strided import convert_strided_slice
 from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_dtype, tensor_shape
 
 #: Largest constant that FILL makes, in elements.
@@ -619,6 +620,7 @@ OPERATORS: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
     "SPLIT": convert_split,
     "SPLIT_V": convert_split_v,
     "SQUEEZE": convert_squeeze,
+    "STRIDED_SLICE": convert_strided_slice,
     "TOPK_V2": convert_topk,
     "TRANSPOSE_CONV": convert_transpose_conv,
     "UNPACK": convert_unpack,
