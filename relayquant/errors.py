@@ -117,7 +117,7 @@ def belongs_to(module: str, package: str) -> bool:
 
 
 #: Nouns with irregular plurals, see `form_plural`.
-IRREGULAR_PLURALS = {"axis": "axes", "index": "indices"}
+IRREGULAR_PLURALS = {"axis": "axes", "ellipsis": "ellipses", "index": "indices"}
 
 
 def format_count(number: int, noun: str) -> str:

@@ -97,8 +97,8 @@ def order_entries(rank: int, count: int, ellipsis: int, new_axis: int) -> list[i
     is_void = bool(dots) and not whole and dots[0] < count - 1
     if len(dots) > 1 or whole < 0 or is_void:
         raise Refusal(
-            f"it has {format_count(count - len(dots) - len(news), 'index', 'indices')} and "
-            f"{format_count(len(dots), 'ellipsis', 'ellipses')} for an operand of rank {rank}; "
+            f"it has {format_count(count - len(dots) - len(news), 'index')} and "
+            f"{format_count(len(dots), 'ellipsis')} for an operand of rank {rank}; "
             "supported: an index per axis at most, and one ellipsis that stands for an axis"
         )
     order: list[int] = []
