@@ -115,6 +115,8 @@ def read_norm(graph: Graph, call: relax.Call, name: str) -> Normalization | tupl
         mean = mean - biases[0].reshape(-1)
     if np.abs(gamma).min(initial=np.inf) < 1e-8:
         return name, "one of its factors is zero, so its weight has no scale"
+    if not attrs["momentum"]:  # an export in evaluation mode writes 0 for None
+        return name, "its momentum is 0 or None, with which its statistics would never change"
     return Normalization(
         name, gamma, beta, mean, variance, float(attrs["epsilon"]), float(attrs["momentum"])
     )
