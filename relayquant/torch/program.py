@@ -41,7 +41,8 @@ Filler = Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 #: A trainable float32 constant: (value that reads it, number of the argument)
 ConstantPlace = tuple[str, int]
 
-#: Operators whose float32 constants train if they are tensors; constant numbers define the operator
+#: Operators whose float32 constants train if they are tensors; constant numbers and masks define
+#: the operator
 WEIGHTED = (
     "relax.add",
     "relax.matmul",
@@ -59,6 +60,9 @@ WEIGHTED = (
     "relax.nn.rms_norm",
     "relax.take",
 )
+#: A number at most this, in a sum, hides an element from a softmax: beside zeros, and beside any
+#: numbers.
+HIDING, HIDING_ANYWHERE = -100.0, -1e4
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,9 +363,9 @@ class ProgramBuilder:
             return lambda values: None
         if name in WEIGHTED and var.name not in self.fixed:
             for i, arg in enumerate(call.args):
-                self.note_trained(arg, (var.name, i))
+                self.note_trained(arg, (var.name, i), name)
         if operator in RECURRENT_FORMS and var.name not in self.fixed:
-            self.note_trained(call.args[1], (var.name, 1))  # not the initial states
+            self.note_trained(call.args[1], (var.name, 1), name)  # not the initial states
         attrs = SimpleNamespace(**read_attributes(call))
         readers = [self.read(arg) for arg in call.args]
         conform = make_conform(var.ty)
@@ -382,14 +386,14 @@ class ProgramBuilder:
         refused = row.refuse(SimpleNamespace(**read_attributes(call)))
         return str(unmodelled) if unmodelled else f"{operator} has {refused}" if refused else ""
 
-    def note_trained(self, expr: relax.Expr, place: ConstantPlace) -> None:
-        """Mark a float32 constant as trainable if it is more than a number. Once, even if
-        several values read it.
+    def note_trained(self, expr: relax.Expr, place: ConstantPlace, name: str) -> None:
+        """Mark a float32 constant that operator `name` reads as trainable if it is more than a
+        number, and no mask. Once, even if several values read it.
         """
         if not isinstance(expr, GenericConst) or expr in self.places:
             return
         array = expr.value.numpy()
-        if array.dtype == np.float32 and array.size > 1:
+        if array.dtype == np.float32 and array.size > 1 and not is_mask(array, name):
             self.places[expr] = place
             self.trained[place] = expr
 
@@ -454,6 +458,19 @@ def order_steps(steps: Sequence[TorchStep], known: set[relax.Var]) -> list[Torch
             raise ModelError(f"Values {names} depend on themselves.", code="RQ206")
         waiting = later
     return placed
+
+
+def is_mask(array: np.ndarray, name: str) -> bool:
+    """Whether a constant of operator `name` hides elements, from a softmax by a sum or as 0 in a
+    product. It is no weight: training would show what it hides.
+    """
+    if not np.isfinite(array).all():
+        return True
+    if name == "relax.multiply":
+        return set(np.unique(array)) == {0, 1}
+    hiding = array <= HIDING
+    is_alone = hiding.any() and not array[~hiding].any()
+    return name == "relax.add" and bool(is_alone or array.min(initial=0) <= HIDING_ANYWHERE)
 
 
 def make_conform(ty: Any) -> Callable[[Any], Any]:

@@ -344,6 +344,60 @@ def test_operators_left_in_float__train_too():
     assert np.abs(got - expected).max() <= 0.02 * np.abs(expected).max()
 
 
+AFTER = torch.ones(5, 5).triu(1)
+NEAR = -(torch.arange(5.0)[:, None] - torch.arange(5.0)).abs()
+#: mask of scores, and of products, (query, key)
+MASKS = {
+    "infinite": (torch.full((5, 5), -torch.inf).triu(1), None),
+    "lowest number": (torch.finfo(torch.float32).min * AFTER, None),
+    "-100, as in Swin": (-100 * AFTER, None),
+    "with a bias by distance": (NEAR - 1e9 * AFTER, None),
+    "factors": (-1e9 * AFTER, 1 - AFTER),
+}
+
+
+class MaskedAttention(torch.nn.Module):
+    """Input (N, 5, 8). A result depends on the positions up to it alone."""
+
+    def __init__(self, mask, factors):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        self.register_buffer("mask", mask)
+        self.register_buffer("factors", factors)
+
+    def forward(self, x):
+        query, key, value = (layer(x) for layer in self.layers)
+        share = torch.softmax(query @ key.mT / 8**0.5 + self.mask, -1)
+        if self.factors is not None:
+            share = share * self.factors
+        return share @ value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MASKS)
+def test_mask__hides_the_same_after_training(name):
+    torch.manual_seed(0)
+    source, batch = MaskedAttention(*MASKS[name]), torch.randn(4, 5, 8)
+    data = {"calibration_dataset": [batch], "effort": "fast"}
+    module = rq.torch.prepare_qat(source, (batch,), backend="x86", **data)
+    assert not module.floats
+    train(module, batch)
+    changed = batch.clone()
+    changed[:, -1] *= -1
+    for compute in (source, module, rq.torch.as_module(rq.torch.convert(module))):
+        before, after = (compute(each).detach()[:, :-1] for each in (batch, changed))
+        assert torch.equal(before, after)
+
+
+@pytest.mark.slow
+def test_bias__that_is_large_or_zero_is_no_mask():
+    source, batch = torch.nn.LayerNorm(4), torch.randn(3, 4)
+    with torch.no_grad():
+        source.bias.copy_(torch.tensor([0.0, 1.0, 300.0, -90.0]))
+    module = rq.torch.from_relax(rq.load(torch.export.export(source, (batch,)))[0])
+    assert len(module.floats) == 2
+
+
 def test_convert__diverged_and_others_refused():
     module = rq.torch.from_relax(
         residual_model(), calibration_dataset=draw_batches(residual_model(), 1)
