@@ -131,8 +131,7 @@ def settle_size(bb: Builder, size: Size) -> Size:
 
 def spread_axes(bb: Builder, data: relax.Expr, wanted: Sequence[Size]) -> relax.Expr:
     """Spread the first axes of the data to the wanted sizes where their size is symbolic."""
-    sizes = list_sizes(data)
-    for axis, (size, want) in enumerate(zip(sizes, wanted, strict=False)):
+    for axis, (size, want) in enumerate(zip(list_sizes(data), wanted, strict=False)):
         if isinstance(size, int) or is_same(size, want):
             continue
         have, all_of_it = (
@@ -142,10 +141,10 @@ def spread_axes(bb: Builder, data: relax.Expr, wanted: Sequence[Size]) -> relax.
         is_one = bb.emit(relax.op.equal(have, one))
         (count,) = emit_shape(bb, bb.emit(relax.op.where(is_one, all_of_it, have)), 1).values
         ramp = bb.emit(relax.op.arange(0, count, 1, "int64"))
+        # Run time compares the sizes here: of a few numbers, and not of the data.
+        ramp = bb.match_cast(ramp, relax.TensorType([want], "int64"))
         last = bb.emit(relax.op.subtract(have, one))
-        taken = bb.emit(relax.op.take(data, bb.emit(relax.op.minimum(ramp, last)), axis))
-        sizes[axis] = want
-        data = bb.emit(relax.op.reshape(taken, sizes))
+        data = bb.emit(relax.op.take(data, bb.emit(relax.op.minimum(ramp, last)), axis))
     return data
 
 
