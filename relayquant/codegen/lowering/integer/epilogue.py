@@ -183,6 +183,8 @@ PLAIN_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {
     "relax.qnn.dequantize": take_dequantize,
     **CLIP_TAKES,
 }
+#: For products whose kernels take a bias, and no residual.
+LONE_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {"relax.add": take_bias, **PLAIN_TAKES}
 #: For products whose kernels start their sums at 0.
 UNBIASED_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {
     "relax.qnn.add": take_residual,

@@ -12,18 +12,22 @@ from tvm import relax
 from tvm.ir import Call
 from tvm.tirx import PrimFunc
 
+from relayquant.codegen.kernels.integer.convolution.free import FreeConv2d, build_free_conv2d
 from relayquant.codegen.kernels.integer.convolution.pooled import PooledConv2d, plan_pooled
 from relayquant.codegen.kernels.integer.convolution.transposed import Conv2dTranspose
 from relayquant.codegen.kernels.integer.convolution.winograd import can_winograd
+from relayquant.codegen.kernels.integer.depthwise.free import FreeDepthwise, build_free_depthwise
 from relayquant.codegen.kernels.integer.dynamic_matmul import DynamicMatmul, build_dynamic_matmul
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_matmul
 from relayquant.codegen.kernels.integer.product import DIRECT, choose_product
 from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, Dense, PackedWeights
 from relayquant.codegen.kernels.isa.base import Isa
+from relayquant.codegen.kernels.windows import ConvWindows
 from relayquant.codegen.lowering.engine import Lowered
 from relayquant.codegen.lowering.integer.concat import find_columns
 from relayquant.codegen.lowering.integer.elementwise import make_window, reads_nhwc
 from relayquant.codegen.lowering.integer.epilogue import (
+    LONE_TAKES,
     PLAIN_TAKES,
     UNBIASED_TAKES,
     IntegerEpilogueChain,
@@ -167,6 +171,46 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     in_shape = linear.shape if joined is None else spec.stored_shape
     call = make_call(linear, data, chain, packed, partial(product.build, name, in_shape, out_shape))
     return replace(call, concat=concat)
+
+
+def lower_free_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
+    """Lower qnn.conv2d in NHWC over images of free height or width: depthwise, or of all channels.
+
+    A 1x1 convolution is a dense layer.
+    """
+    linear = read_linear(context, var, (("NHWC", "OHWI"),), split_rows)
+    if isinstance(linear, Skip):
+        return linear
+    view, channels = ConvView.of(linear.call).as_2d(), linear.shape[-1]
+    outputs, *taps, _ = linear.weight.shape
+    windows = ConvWindows(
+        channels,
+        (taps[0], taps[1]),
+        view.strides,
+        view.padding,
+        view.dilation,
+        linear.dtype,
+        linear.zero_point,
+    )
+    if view.groups == channels == outputs > 1 and is_byte(linear.data):
+        chain = follow_product(context, var, channels, takes=LONE_TAKES)
+        depthwise = FreeDepthwise(windows, chain.epilogue)
+        packed = depthwise.pack(Constants(linear.weight, chain.offsets, chain.multiplier))
+        build = partial(build_free_depthwise, depthwise, context.isa.lanes, "qnn_conv2d")
+        return call_built(chain.vars, build, (linear.data, *packed))
+    if view.groups > 1:
+        return Skip("the images have a free size, and the channels are in groups")
+    chain = follow_product(context, var, outputs)
+    spec = Dense(1, windows.row, outputs, linear.dtype, linear.zero_point, chain.epilogue)
+    isa, matrix = context.isa.for_weights(linear.weight), linear.weight.reshape(outputs, -1)
+    product = choose_product(spec, isa, any_rows=True)
+    packed = product.pack(Constants(matrix, chain.offsets, chain.multiplier))
+    if windows.is_pixel:
+        build = partial(product.build, "qnn_conv2d", (None, None, None))
+    else:
+        build = partial(build_free_conv2d, FreeConv2d(windows, spec), isa, "qnn_conv2d")
+    operands = (linear.data, *packed.arguments(), *chain.residuals)
+    return call_built(chain.vars, build, operands)
 
 
 def find_pool(
@@ -390,6 +434,7 @@ def read_transposed(context: KernelContext, expr: relax.Expr) -> tuple[relax.Exp
 
 LINEAR_RULES: tuple[IntegerRule, ...] = (
     make_rule(lower_conv2d, "relax.qnn.conv2d", "relax.qnn.conv1d"),
+    make_rule(lower_free_conv2d, "relax.qnn.conv2d"),
     make_rule(lower_conv2d_transpose, "relax.qnn.conv2d_transpose"),
     make_rule(lower_dense, "relax.qnn.dense"),
     make_rule(lower_batch_matmul, "relax.qnn.batch_matmul"),

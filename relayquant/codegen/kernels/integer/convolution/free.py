@@ -1,0 +1,130 @@
+"""Convolution of integers over images whose size is known only at run time -> its kernel.
+
+    y[m] = epilogue(bias + window[m] @ w)          m = all places of all images
+
+The other kernels are planned for one height and width. Here the windows of some places are copied
+next to one another, and multiplied as the rows of a dense layer. The copies stay in the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from relayquant.codegen.kernels.emit import (
+    COPY_BYTES,
+    PARALLEL_THRESHOLD,
+    alloc_workspace,
+    build_kernel,
+    declare_argument,
+    emit_shared_loop,
+    flat_view,
+    settle,
+)
+from relayquant.codegen.kernels.integer.dynamic_rows import RowsPlan, emit_rows, plan_rows
+from relayquant.codegen.kernels.integer.operands import Operands
+from relayquant.codegen.kernels.integer.specs import Dense
+from relayquant.codegen.kernels.integer.tiled.rows import FEWEST_ROWS, emit_tiled_rows
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
+from relayquant.codegen.kernels.row_loops import CHUNK_ROWS
+from relayquant.codegen.kernels.unit_permission import ask_permission, emit_if
+from relayquant.codegen.kernels.windows import ConvWindows, declare_windows, emit_windows
+
+#: Bytes of the copies of one part, about, and the rows of a part at most.
+PART_BYTES, PART_ROWS = 1 << 17, 480
+
+
+@dataclass(frozen=True)
+class FreeConv2d:
+    """x (N, H, W, C), weights (O, KH * KW * C) of `dense` -> y (N, OH, OW, O).
+
+    `dense.rows` does not matter.
+    """
+
+    windows: ConvWindows
+    dense: Dense
+
+    @property
+    def rows(self) -> int:
+        """Places of one part."""
+        fitting = PART_BYTES // (self.windows.row * self.windows.width)
+        return min(max(fitting // CHUNK_ROWS, 1) * CHUNK_ROWS, PART_ROWS)
+
+
+def build_free_conv2d(spec: FreeConv2d, isa: Isa, name: str) -> PrimFunc:
+    """Make PrimFunc(x, weight, bias, (multiplier,) (residual,) y). The constants are those of
+    `pack_dense_rows`.
+    """
+    plan = plan_rows(spec.dense, isa)
+    full, epilogue, outputs = plan.full, spec.dense.epilogue, spec.dense.out_features
+
+    def body() -> None:
+        x = declare_windows(spec.windows)
+        weight = declare_argument("weight", (full.weight_size,), full.isa.weight_dtype)
+        bias = declare_argument("bias", (full.channel_size,), "int32")
+        multiplier = residual = None
+        if epilogue.has_multiplier:
+            multiplier = declare_argument("multiplier", (full.channel_size,), "float32")
+        shape = (None, None, None, outputs)
+        if epilogue.residual:
+            residual = declare_argument("residual", shape, epilogue.residual.dtype)
+        y = declare_argument("y", shape, epilogue.dtype)
+        source = flat_view(x)
+        may_use = False if plan.tiled is None else ask_permission(plan.tiled.unit)
+        height, width = settle(x.shape[1], x.shape[2])
+        images, lines, columns = settle(*y.shape[:3])
+        (total,) = settle(images * lines * columns)
+        (parts,) = settle(T.floordiv(total + (spec.rows - 1), spec.rows))
+
+        def emit_part(part: Expr) -> None:
+            (first,) = settle(part * spec.rows)
+            (count,) = settle(T.min(T.int64(spec.rows), total - first))
+            size = spec.rows * spec.windows.row + COPY_BYTES
+            copy = alloc_workspace(size, spec.windows.dtype)
+            with T.serial(count) as row:
+                line, column = settle(
+                    T.floordiv(first + row, columns), T.floormod(first + row, columns)
+                )
+                image, line = settle(T.floordiv(line, lines), T.floormod(line, lines))
+                place = (image, line, column)
+                at = row * spec.windows.row
+                emit_windows(spec.windows, source, (height, width), place, copy, at)
+            operands = Operands(
+                copy,
+                weight,
+                bias,
+                multiplier,
+                None if residual is None else view_rows(residual, first * outputs),
+                view_rows(y, first * outputs),
+            )
+            emit_product(plan, operands, count, may_use)
+
+        work = total * (spec.windows.row * outputs)
+        emit_shared_loop(parts, work >= PARALLEL_THRESHOLD, emit_part)
+
+    return build_kernel(name, body)
+
+
+def view_rows(buffer: Buffer, start: Expr) -> Buffer:
+    """The elements of a buffer from `start` on."""
+    flat = flat_view(buffer)
+    return T.decl_buffer(flat.shape, buffer.dtype, data=buffer.data, elem_offset=start)
+
+
+def emit_product(plan: RowsPlan, operands: Operands, count: Expr, may_use: Expr | bool) -> None:
+    """Emit the product of `count` rows: on the matrix unit where it may be used, if they are
+    enough.
+    """
+
+    def emit_vectors() -> None:
+        emit_rows(plan, operands, count, threads=False)
+
+    tiled = plan.tiled
+    if tiled is None:
+        emit_vectors()
+        return
+    is_many = count >= FEWEST_ROWS
+    condition = is_many if may_use is True else T.And(is_many, may_use)
+    emit_if(condition, lambda: emit_tiled_rows(tiled, operands, count, None), emit_vectors)
