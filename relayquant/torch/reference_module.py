@@ -131,7 +131,7 @@ class ReferenceBuilder(ProgramBuilder):
         ]
         return [*map(self.read, wide), lambda values: axis]
 
-    def note_trained(self, expr: relax.Expr, place: tuple[str, int]) -> None:
+    def note_trained(self, expr: relax.Expr, place: tuple[str, int], name: str) -> None:
         """Do nothing: nothing trains."""
 
 
