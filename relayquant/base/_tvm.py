@@ -38,7 +38,8 @@ INTERNALS = {
         "ExprTable OperatorConverter from_tflite get_tensor_name"
     ),
     "tvm.relax.frontend.tflite.tflite_frontend.OperatorConverter": (
-        "_SUPPORTED_QUANTIZED_OPS _get_relax_tensor_dtype _get_relax_tensor_shape "
+        "_SUPPORTED_QUANTIZED_OPS _convert_reduce _convert_reduce_bool _get_relax_tensor_dtype "
+        "_get_relax_tensor_shape _get_segment_scatter_base "
         "_get_tensor_param _get_tensor_shape_tuple _get_var_handle_resource_key "
         "activation_fn_type bb check_unsupported_ops conversion_state convert_fill "
         "convert_fully_connected convert_fused_activation_function convert_map "

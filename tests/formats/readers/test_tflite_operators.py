@@ -311,6 +311,55 @@ def test_slice__that_no_kernel_computes(tmp_path, bounds, fields, fault):
         load(tmp_path, [tensor("x"), *constants, tensor("y", shape=(1, 1))], [call], ["x"], ["y"])
 
 
+@pytest.mark.parametrize("kind", ["SUM", "MEAN", "REDUCE_MAX", "REDUCE_ANY"])
+def test_reduction__of_axes_that_do_not_exist(tmp_path, kind):
+    dtype = "bool" if kind == "REDUCE_ANY" else "float32"
+    tensors = [tensor("x", dtype=dtype), tensor("a", np.array([0, 2], "int32"))]
+    tensors.append(tensor("y", shape=(3,), dtype=dtype))
+    call = Operator(kind, ["x", "a"], ["y"], "ReducerOptions")
+    with pytest.raises(ModelError, match=rf"{kind} .*its axes are \[0, 2\]; supported: -2 to 1"):
+        load(tmp_path, tensors, [call], ["x"], ["y"])
+
+
+def test_segments__of_other_rows_than_the_data(tmp_path):
+    tensors = [tensor("x"), tensor("s", np.zeros(3, "int32")), tensor("n", np.array(4, "int32"))]
+    with pytest.raises(
+        ModelError, match=r"its segments have shape \[3\]; supported: the first axe"
+    ):
+        load(
+            tmp_path,
+            [*tensors, tensor("y", shape=(4, 3))],
+            [("UNSORTED_SEGMENT_SUM", ["x", "s", "n"], "y")],
+            ["x"],
+            ["y"],
+        )
+
+
+@pytest.mark.parametrize(("source", "target"), [("int8", "float32"), ("float32", "int8")])
+def test_cast__takes_integers_as_they_are_stored(tmp_path, source, target):
+    """Whatever scale the file gives them, as LiteRT's kernel does."""
+    scale = {"int8": (0.5, 3), "float32": None}
+    tensors = [Tensor("x", (3,), source, None, None, scale[source])]
+    tensors.append(Tensor("y", (3,), target, None, None, scale[target]))
+    mod = load(tmp_path, tensors, [("CAST", ["x"], "y")], ["x"], ["y"])
+    data = np.array([-128, 3, 127], source)
+    (made,) = reference.run(mod, [data])
+    assert made.dtype == target
+    np.testing.assert_array_equal(made, data.astype(target))
+
+
+def test_scatter__of_integers_with_a_zero_point_fills_with_stored_zeros(tmp_path):
+    tensors = [
+        tensor("i", np.array([[2], [0]], "int32")),
+        Tensor("x", (2,), "int8", None, None, (0.5, 3)),
+        tensor("n", np.array([4], "int32")),
+        Tensor("y", (4,), "int8", None, None, (0.5, 3)),
+    ]
+    mod = load(tmp_path, tensors, [("SCATTER_ND", ["i", "x", "n"], "y")], ["x"], ["y"])
+    (made,) = reference.run(mod, [np.array([7, -5], "int8")])
+    np.testing.assert_array_equal(made, np.array([-5, 0, 7, 0], "int8"))
+
+
 # -- graphs that call graphs -----------------------------------------------------------------------
 
 

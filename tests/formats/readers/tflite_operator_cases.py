@@ -203,6 +203,12 @@ def unary_cases() -> Iterator[Case]:
     for dtype in ("float32", "int32", "int64", "uint8", "int8", "bool"):
         source = POSITIVE if dtype == "uint8" else X * 2
         yield Case("CAST", [source], lambda x, t=dtype: x.astype(t))
+    for source in ("float32", "float16"):
+        for dtype in ("int8", "uint8", "int16", "int32", "uint32", "int64"):
+            edges = [300, -1.5, 255.9, np.nan, np.inf, -np.inf, 6e4, -6e4, 127.9, -128.9]
+            wide = [] if source == "float16" else [1e10, -1e10, 2.0**31, -(2.0**31), 2.0**63, 3e38]
+            edges = np.array([*edges, *wide], source)
+            yield Case("CAST", [edges], lambda x, t=dtype: saturate(x, t))
     yield Case("CAST", [INTS], lambda x: x.astype("float32"))
     yield Case("CAST", [BOOL], lambda x: x.astype("float32"))
     yield Case("SHAPE", [X], lambda x: np.array(x.shape, "int32"), "ShapeOptions", {"OutType": 2})
@@ -250,6 +256,17 @@ def unary_cases() -> Iterator[Case]:
     yield Case("DEQUANTIZE", [numbers(2, 3).astype("float16")], lambda x: x.astype("float32"))
 
 
+def saturate(x, dtype):
+    """Truncated floats of exact integers, the nearest that the type has; the largest for NaN."""
+    limits = np.iinfo(dtype)
+    low, high = int(limits.min), int(limits.max)
+    made = [
+        high if math.isnan(each) or each >= high else low if each <= low else int(each)
+        for each in x.ravel().tolist()
+    ]
+    return np.array(made, dtype).reshape(x.shape)
+
+
 def fake_quant(x, low, high, bits, narrow):
     first, last = int(narrow), 2**bits - 1
     scale = (high - low) / (last - first)
@@ -290,6 +307,13 @@ def binary_cases() -> Iterator[Case]:
         b = numbers(4, 3, low=0, high=6, dtype=dtype).T.copy()
         yield Case("BITWISE_XOR", [a, b], np.bitwise_xor)
         yield Case("RIGHT_SHIFT", [a, b], np.right_shift)
+        most = 8 * np.dtype(dtype).itemsize - 1
+        far = np.resize(
+            np.array([most + 40, most + 1, 0 if dtype[0] == "u" else -3], dtype), (3, 4)
+        )
+        yield Case(
+            "RIGHT_SHIFT", [a, far], lambda a, b, m=most: a >> np.clip(b, 0, m).astype(a.dtype)
+        )
     yield Case("ADD_N", [X, X * 2, X - 1], lambda a, b, c: a + b + c)
     for a, b in (([3, 1, 4], [2, 1]), ([4], [2, 3, 1])):
         yield Case(
@@ -322,6 +346,12 @@ def reductions() -> Iterator[Case]:
                 "ReducerOptions",
                 {"KeepDims": keep},
             )
+        yield Case(
+            kind,
+            [X, ints([1, -2, 1])],
+            lambda x, a, f=f: reduce(f, x, a[:1], False),
+            "ReducerOptions",
+        )
         if kind != "MEAN":
             yield Case(
                 kind, [INTS, ints([2])], lambda x, a, f=f: reduce(f, x, a, False), "ReducerOptions"
@@ -632,6 +662,12 @@ def shape_cases() -> Iterator[Case]:
             f"UNSORTED_SEGMENT_{kind}",
             [numbers(4, 3), ints(2, 0, 2, 0), ints(4)],
             lambda x, i, n, f=f, v=first: segments(x, i, 4, f, v),
+        )
+        left_out = ints(2, -1, 2, -7)
+        yield Case(
+            f"UNSORTED_SEGMENT_{kind}",
+            [numbers(4, 3), left_out, ints(4)],
+            lambda x, i, n, f=f, v=first: segments(x[::2], i[::2], 4, f, v),
         )
     yield Case(
         "HASHTABLE_LOOKUP",

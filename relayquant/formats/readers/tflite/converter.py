@@ -70,8 +70,8 @@ DATA_MOVEMENT = frozenset(
 #: Operators that read complex numbers, which are pairs along a last axis that the file lacks.
 COMPLEX = ("CAST", "COMPLEX_ABS", "IMAG", "REAL", "SQUEEZE")
 
-#: Operators that use only the order or the shape of integers.
-ORDER_OR_SHAPE = frozenset({"ARG_MAX", "ARG_MIN", "RANK", "SHAPE"})
+#: Operators that read integers as they are stored: their order, their shape, or the integers.
+STORED = frozenset({"ARG_MAX", "ARG_MIN", "CAST", "RANK", "SCATTER_ND", "SHAPE"})
 
 #: Fused activations that TFLite's kernels compute.
 CLAMPS = ("NONE", "RELU", "RELU_N1_TO_1", "RELU6")
@@ -195,7 +195,9 @@ class Converter(FRONTEND.OperatorConverter):
             array = constant_value(value)
             if array is None:
                 raise NotConstant(f"operand {name!r}")
-            return array
+            # TVM makes pairs of complex numbers of a constant, also of one that is folded.
+            is_pairs = self.is_complex(tensor_wrapper) and array.dtype == np.float32
+            return np.ascontiguousarray(array).view("complex64")[..., 0] if is_pairs else array
         if self.is_prefetched(index):
             return self.get_prefetched_node(index)
         if tensor_wrapper.tensor.Type() not in self.number_types:
@@ -378,7 +380,7 @@ class Converter(FRONTEND.OperatorConverter):
         operands = [t for t in self.get_input_tensors(op) if t.tensor_idx >= 0]
         results = self.get_output_tensors(op)
         quantized = [t for t in [*operands, *results] if t.qnn_params is not None]
-        if not quantized or kind in ORDER_OR_SHAPE or kind in FLOW:
+        if not quantized or kind in STORED or kind in FLOW:
             return False
         if not any(t.qnn_params for t in (operands[0], *results)):
             return True

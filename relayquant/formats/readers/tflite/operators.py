@@ -105,18 +105,62 @@ def convert_cumsum(converter: Any, op: Any) -> relax.Expr:
     return relax.op.flip(converter.bb.emit(made), axis) if options.Reverse() else made
 
 
+def convert_reduce(reduce: Callable[..., relax.Expr], converter: Any, op: Any) -> relax.Expr:
+    """Convert MEAN, SUM, REDUCE_ALL and others along axes, each taken once however often it is
+    named.
+    """
+    data, axes = converter.get_input_tensors(op)
+    rank = converter.get_tensor_expr(data).ty.ndim
+    given = converter.get_tensor_value(axes).ravel().tolist()
+    if not all(-rank <= axis < rank for axis in given):
+        raise Refusal(f"its axes are {given}; supported: {-rank} to {rank - 1}")
+    once = np.array([*dict.fromkeys(axis % rank for axis in given)], "int32")
+    is_boolean = converter.kind in ("REDUCE_ALL", "REDUCE_ANY")
+    convert = converter._convert_reduce_bool if is_boolean else converter._convert_reduce
+    with converter.replaced(axes, relax.const(once, "int32")):
+        return convert(reduce, op)
+
+
+def convert_shift(converter: Any, op: Any) -> relax.Expr:
+    """Convert RIGHT_SHIFT by 0 bits at least, and by one less than the type has at most."""
+    data, bits = operands(converter, op)
+    dtype, emit = tensor_dtype(bits), converter.bb.emit
+    most = 8 * np.dtype(dtype).itemsize - 1
+    bits = emit(relax.op.maximum(bits, relax.const(0, dtype)))
+    bits = emit(relax.op.minimum(bits, relax.const(most, dtype)))
+    return relax.op.right_shift(data, bits)
+
+
 # -- shapes and indices ----------------------------------------------------------------------------
 
 
 def convert_cast(converter: Any, op: Any) -> relax.Expr:
-    """Convert CAST. Of complex numbers it takes the real part, as TFLite's kernel does."""
+    """Convert CAST. As TFLite's kernel does, it takes the real part of complex numbers, and the
+    nearest integer that the type has for floats out of its range, the largest one for NaN.
+    """
     (source,), (result,) = converter.get_input_tensors(op), converter.get_output_tensors(op)
     if converter.is_complex(result):
         raise Refusal("its result is complex; supported: real numbers")
     data = (
         converter.convert_real(op) if converter.is_complex(source) else operands(converter, op)[0]
     )
-    return relax.op.astype(data, converter.get_tensor_type_str(result.tensor.Type()))
+    dtype, source_dtype = converter.get_tensor_type_str(result.tensor.Type()), tensor_dtype(data)
+    if not source_dtype.startswith("float") or np.dtype(dtype).kind not in "iu":
+        return relax.op.astype(data, dtype)
+    return saturate(converter.bb, data, dtype)
+
+
+def saturate(bb: relax.BlockBuilder, data: relax.Expr, dtype: str) -> relax.Expr:
+    """Truncate floats to integers; out of the integers' range R.astype gives any number."""
+    limits, wide = np.iinfo(dtype), tensor_dtype(data)
+    if wide == "float16":  # has no number behind the range of int32
+        data, wide = bb.emit(relax.op.astype(data, "float32")), "float32"
+    # One behind the largest integer is a power of 2, hence a float; the largest may be none.
+    is_less = bb.emit(relax.op.less(data, relax.const(float(limits.max + 1), wide)))
+    held = bb.emit(relax.op.where(is_less, data, relax.const(0.0, wide)))
+    held = bb.emit(relax.op.maximum(held, relax.const(float(limits.min), wide)))
+    largest = relax.const(np.array(limits.max, dtype), dtype)
+    return relax.op.where(is_less, bb.emit(relax.op.astype(held, dtype)), largest)
 
 
 def convert_rfft2d(converter: Any, op: Any) -> relax.Expr:
@@ -147,7 +191,7 @@ def convert_squeeze(converter: Any, op: Any) -> relax.Expr:
     has_none = axes.dtype != np.int32 or not axes.size
     (tensor,) = converter.get_input_tensors(op)
     rank = tensor.tensor.ShapeLength()
-    return relax.op.squeeze(data, None if has_none else [int(axis) % rank for axis in axes])
+    return relax.op.squeeze(data, None if has_none else [*{int(axis) % rank for axis in axes}])
 
 
 def convert_expand_dims(converter: Any, op: Any) -> relax.Expr:
@@ -274,6 +318,44 @@ def convert_scatter_nd(converter: Any, op: Any) -> relax.Expr:
     check_indices(index, shape[: find_shape(index)[-1]])
     zeros = relax.op.zeros(shape, tensor_dtype(updates))
     return relax.op.scatter_nd(converter.bb.emit(zeros), index, updates, "add")
+
+
+#: Operators that reduce the rows of a segment: the reduction of R.scatter_nd.
+SEGMENTS = {
+    "SEGMENT_SUM": "add",
+    "UNSORTED_SEGMENT_MAX": "max",
+    "UNSORTED_SEGMENT_MIN": "min",
+    "UNSORTED_SEGMENT_PROD": "mul",
+    "UNSORTED_SEGMENT_SUM": "add",
+}
+
+
+def convert_segments(converter: Any, op: Any) -> relax.Expr:
+    """Convert SEGMENT_SUM(x, segments) and the UNSORTED_SEGMENT operators(x, segments, count).
+
+    As in TFLite's kernel, a row of a negative segment is left out, and so is one behind the last,
+    where the kernel stops the run.
+    """
+    data, segments = operands(converter, op)[:2]
+    dtype, emit = tensor_dtype(segments), converter.bb.emit
+    shape, rows = find_shape(data), find_shape(segments)
+    if shape[: len(rows)] != rows:
+        raise Refusal(f"its segments have shape {rows}; supported: the first axes of {shape}")
+    if converter.kind == "SEGMENT_SUM":
+        array = read_constant(converter, op, 1)
+        count = int(array.max(initial=-1)) + 1
+        check_indices(segments, [count])
+    else:
+        count = int(read_constant(converter, op, 2).item())
+    # Rows that are left out go to one more segment, which is cut off.
+    is_negative = emit(relax.op.less(segments, relax.const(0, dtype)))
+    places = emit(relax.op.where(is_negative, relax.const(count, dtype), segments))
+    places = emit(relax.op.minimum(places, relax.const(count, dtype)))
+    places = emit(relax.op.expand_dims(places, [len(rows)]))
+    reduction, kind, rest = SEGMENTS[converter.kind], tensor_dtype(data), shape[len(rows) :]
+    empty = converter._get_segment_scatter_base([count + 1, *rest], kind, reduction)
+    value = emit(relax.op.scatter_nd(emit(empty), places, data, reduction))
+    return relax.op.strided_slice(value, [0], [0], [count], [1], assume_inbound=True)
 
 
 def convert_update(converter: Any, op: Any) -> relax.Expr:
@@ -596,6 +678,19 @@ OPERATORS: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
     "GATHER": convert_gather,
     "GATHER_ND": convert_gather_nd,
     "GELU": convert_gelu,
+    **{
+        kind: partial(convert_reduce, reduce)
+        for kind, reduce in {
+            "MEAN": relax.op.mean,
+            "REDUCE_ALL": relax.op.min,
+            "REDUCE_ANY": relax.op.max,
+            "REDUCE_MAX": relax.op.max,
+            "REDUCE_MIN": relax.op.min,
+            "REDUCE_PROD": relax.op.prod,
+            "SUM": relax.op.sum,
+        }.items()
+    },
+    **dict.fromkeys(SEGMENTS, convert_segments),
     "MATRIX_DIAG": convert_matrix_diag,
     "MATRIX_SET_DIAG": convert_matrix_set_diag,
     "MIRROR_PAD": convert_mirror_pad,
@@ -610,6 +705,7 @@ OPERATORS: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
     "RESIZE_NEAREST_NEIGHBOR": convert_resize_nearest,
     "REVERSE_V2": convert_reverse,
     "RFFT2D": convert_rfft2d,
+    "RIGHT_SHIFT": convert_shift,
     "SCATTER_ND": convert_scatter_nd,
     "SELECT": convert_select,
     "SELECT_V2": convert_select,
