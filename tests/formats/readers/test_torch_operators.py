@@ -212,14 +212,22 @@ def test_operator__with_drawn_attributes(draw, seed):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda x: functional.max_pool2d(x, 2, return_indices=True), "is asked for indices"),
+        (lambda x: functional.max_pool2d(x, 2, return_indices=True), "is asked for its results"),
         (
             resize(size=(3, 2), mode="bilinear", antialias=True, align_corners=True),
             "has antialias and align_corners",
         ),
         (
             lambda x: functional.adaptive_max_pool2d(x, 2, return_indices=True),
-            r"Node '\w+' \(operator aten.adaptive_max_pool2d.default\).* indices; supported: .*Wri",
+            r"Node '\w+' \(operator aten.adaptive_max_pool2d.default\).* \[1\]; supported: .*Wri",
+        ),
+        (
+            lambda x: torch.ops.aten.native_layer_norm(x, [x.shape[-1]], None, None, 1e-5)[2],
+            r"is asked for its results \[2\]; supported",
+        ),
+        (
+            lambda x: torch.ops.aten.native_group_norm(x, None, None, 2, 4, 30, 2, 1e-5)[1],
+            r"is asked for its results \[1\]; supported",
         ),
         (
             lambda x: x.int().scatter_reduce(1, x.long() * 0, x.int(), "mean"),

@@ -15,21 +15,20 @@ from relayquant.ir.rewrite.graph import tensor_dtype
 
 
 def convert_adaptive_max_pool(node: Any, importer: Any) -> relax.Expr:
-    """Convert adaptive_max_poolNd(x, sizes) -> (maxima, None).
+    """Convert adaptive_max_poolNd(x, sizes) -> maxima.
 
     One axis after the other, R.max is computed over each window from floor(i * size / n) to ceil((i
     + 1) * size / n), and R.concat joins the results.
 
     Raises:
-        Refusal: the indices are used, or a size is symbolic.
+        Refusal: a size is symbolic.
     """
-    refuse_indices(node)
     operand, wanted = read_arguments(node, "self", "output_size")
     data, emit = importer.env[operand], importer.block_builder.emit
     sizes = find_sizes(data, "data")
     pooled = range(len(sizes) - len(wanted), len(sizes))
     if all(count == 1 for count in wanted):
-        return relax.Tuple([emit(relax.op.max(data, [*pooled], keepdims=True))])
+        return emit(relax.op.max(data, [*pooled], keepdims=True))
     for axis, count in zip(pooled, wanted, strict=True):
         size = sizes[axis]
         if size == count:
@@ -40,7 +39,7 @@ def convert_adaptive_max_pool(node: Any, importer: Any) -> relax.Expr:
             for a, b in windows
         ]
         data = emit(relax.op.concat(parts, axis)) if count > 1 else parts[0]
-    return relax.Tuple([data])
+    return data
 
 
 def convert_pool(node: Any, importer: Any) -> relax.Expr:
@@ -50,13 +49,9 @@ def convert_pool(node: Any, importer: Any) -> relax.Expr:
 
 
 def convert_max_pool(node: Any, importer: Any) -> relax.Expr:
-    """Convert max_poolNd_with_indices. TVM's frontend returns zeros as indices.
-
-    Raises:
-        Refusal: the indices are used.
-    """
-    refuse_indices(node)
-    return convert_pool(node, importer)
+    """Convert max_poolNd_with_indices -> maxima. TVM's frontend returns zeros as indices, too."""
+    pooled = convert_pool(node, importer)
+    return importer.block_builder.emit(relax.TupleGetItem(pooled, 0))
 
 
 def convert_avg_pool(node: Any, importer: Any) -> relax.Expr:
@@ -80,12 +75,6 @@ def convert_avg_pool(node: Any, importer: Any) -> relax.Expr:
     windows = Windows(kernel, strides, [1] * rank, pads * 2, bool(ceil_mode))
     total = emit_window_sum(importer.block_builder, data, windows, float(divisor))
     return emit(relax.op.squeeze(total, [0])) if is_alone else total
-
-
-def refuse_indices(node: Any) -> None:
-    """Raise Refusal if the second result of a maximum pool, the indices, is used."""
-    if any(user.args[1] == 1 and user.users for user in node.users):
-        raise Refusal(f"{node.name} is asked for indices; supported: only the maxima")
 
 
 def convert_embedding_bag(node: Any, importer: Any) -> relax.Expr:

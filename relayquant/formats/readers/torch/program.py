@@ -21,7 +21,7 @@ from relayquant.base.arguments import check_arguments
 from relayquant.base.storage.files import DEFAULT_MAX_BYTES, check_file, reading
 from relayquant.errors import MissingDependencyError, ModelError
 from relayquant.formats.readers.names import MARK, SourceNode, name_values
-from relayquant.formats.readers.refusal import describe_failure
+from relayquant.formats.readers.refusal import Refusal, describe_failure
 from relayquant.formats.readers.state import hold_state
 from relayquant.formats.readers.torch.aliases import describe_place, join_aliases
 from relayquant.formats.readers.torch.archive import drop_stacks, read_program, silence_torch
@@ -236,6 +236,7 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
         value = convert(node, *more)
         if isinstance(value, Call):
             value = importer.block_builder.emit(value)
+        refuse_missing_results(node, value)
         if is_narrow and rounds_often(importer, node, value):
             return convert_widened(importer, convert, node, *more)
         return value
@@ -247,6 +248,23 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
             f"{describe_node(node)} cannot be converted: {describe_failure(error, operands)}.",
             code="RQ202",
         ) from error
+
+
+def refuse_missing_results(node: Any, value: Any) -> None:
+    """Raise Refusal if a result of several is used, and the conversion made the first alone: TVM's
+    frontend gives that for any number.
+    """
+    results = node.meta.get("val")
+    if not isinstance(results, list | tuple) or not is_tensor(value):
+        return
+    asked = sorted({user.args[1] for user in node.users if user.users and user.args[1] != 0})
+    if asked:
+        raise Refusal(f"{node.name} is asked for its results {asked}; supported: the first one, 0")
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a converted value is one tensor."""
+    return isinstance(value, relax.Expr) and isinstance(value.ty, relax.TensorType)
 
 
 def has_narrow_result(node: Any) -> bool:
