@@ -14,14 +14,14 @@ import numpy as np
 import tvm
 
 from relayquant.analysis.error_statistics import ErrorSums
-from relayquant.analysis.outputs import GapSums, Interface, OutputGap, find_agreement
+from relayquant.analysis.outputs import GapSums, Interface, OutputGap, PartMeter, find_agreement
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.base.runtime import LoadModule
 from relayquant.base.tables import format_csv, format_html
 from relayquant.codegen.eager import EagerModule
 from relayquant.data import count_samples
 from relayquant.errors import ModelError, format_count
-from relayquant.ir.agreement import Agreement
+from relayquant.ir.agreement import Agreement, describe_part
 from relayquant.ir.ledger import Ledger, LedgerRow, read_ledger
 from relayquant.ir.rewrite import Graph, expose_values
 from relayquant.ir.rewrite.graph import free_vars, tensor_dtype
@@ -66,12 +66,21 @@ class CompareReport:
         outputs: The gap of each output of main.
         stream_sqnr: SQNR of the worst output in the last halves of sequences, with both models
             going on from their own state, dB. None without state or sequences.
+        parts: The gap of each value that an output concatenates, by name: places of a detector
+            hide the noise of its scores.
     """
 
     rows: tuple[CompareRow, ...]
     samples: int = field(default=0)
     outputs: tuple[OutputGap, ...] = ()
     stream_sqnr: float | None = None
+    parts: Mapping[str, OutputGap] = field(default_factory=dict)
+
+    @property
+    def weak_part(self) -> str:
+        """The weakest of the parts, in words. "" if none is weaker than an output."""
+        name = min(self.parts, key=lambda each: self.parts[each].sqnr, default="")
+        return describe_part(name, self.parts[name].sqnr, self.agreement.sqnr) if name else ""
 
     @property
     def agreement(self) -> Agreement:
@@ -103,6 +112,7 @@ class CompareReport:
         counts = f"{format_count(len(self.rows), 'value')}, {format_count(self.samples, 'sample')}"
         if self.stream_sqnr is not None:
             where += f"; at the end of sequences {self.stream_sqnr:.1f} dB"
+        where += f"; {self.weak_part}" if self.weak_part else ""
         return "\n".join([*lines, f"{counts}{where}"])
 
     def to_csv(self) -> str:
@@ -161,7 +171,7 @@ def compare_modules(
     quantized_run = load_module(expose_values(quantized, names))
     isolated = IsolatedOperators(graph, ledger, rows, load_module)
     errors = {row.name: ValueErrors(row, tensor_dtype(graph.vars[row.name])) for row in rows}
-    samples, gaps = 0, GapSums()
+    samples, gaps, parts = 0, GapSums(), PartMeter(prepared)
     params = [param.name for param in graph.func.params]
     interface = Interface.of(quantized)
     for batch in batches:
@@ -170,6 +180,7 @@ def compare_modules(
         floats, results = float_run.run("main", args), quantized_run.run("main", integers)
         ends = floats[len(names) :], interface.to_real(results[len(names) :])
         gaps.update(*ends, count_samples(batch))
+        parts.measure(batch, *ends)
         expected = dict(zip(names, floats, strict=False))
         got = dict(zip(names, results, strict=False))
         for row in rows:
@@ -181,7 +192,10 @@ def compare_modules(
             errors[name].update_alone(expected[name], value)
         samples += count_samples(batch)
     return CompareReport(
-        tuple(each.make_row() for each in errors.values()), samples, tuple(gaps.gaps)
+        tuple(each.make_row() for each in errors.values()),
+        samples,
+        tuple(gaps.gaps),
+        parts=parts.gaps,
     )
 
 

@@ -22,6 +22,8 @@ from relayquant.codegen.eager import EagerModule
 from relayquant.data import count_samples
 from relayquant.ir.agreement import Agreement
 from relayquant.ir.ledger import InterfaceValue, find_ledger
+from relayquant.ir.rewrite import Graph
+from relayquant.stages.calibration.output_parts import find_parts
 
 #: share of a sample's mean energy; samples with less are rated by it
 SILENCE = 0.01
@@ -180,6 +182,30 @@ class GapSums:
                 self.sums, self.counts, self.energies, self.equal, strict=True
             )
         ]
+
+
+class PartMeter:
+    """Measures the gap of every value that an output concatenates: places hide scores there."""
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        self.view, self.sums = Graph(mod), dict[str, GapSums]()
+
+    def measure(
+        self,
+        batch: Mapping[str, np.ndarray],
+        expected: Sequence[np.ndarray],
+        got: Sequence[np.ndarray],
+    ) -> None:
+        """Add the results of both modules on one more batch, in real units."""
+        for part in find_parts(self.view, batch):
+            if part.elements is not None:
+                sums = self.sums.setdefault(part.value.name, GapSums())
+                sums.update([part.take(expected)], [part.take(got)], count_samples(batch))
+
+    @property
+    def gaps(self) -> dict[str, OutputGap]:
+        """The gaps so far, by name."""
+        return {name: sums.gaps[0] for name, sums in self.sums.items()}
 
 
 def measure_energies(expected: np.ndarray, got: np.ndarray, samples: int) -> np.ndarray:

@@ -74,6 +74,11 @@ class Agreement:
         return f"{text} ({', '.join(notes)})"
 
 
+def describe_part(name: str, sqnr: float, whole: float) -> str:
+    """Describe a value that an output concatenates. Return "" if it is not weaker than `whole`."""
+    return f"the part {name!r} has {describe_sqnr(sqnr)}" if sqnr < whole else ""
+
+
 def describe_sqnr(decibels: float) -> str:
     """Return an SQNR in words: "25.5 dB SQNR". Infinity means that nothing differs."""
     if decibels >= MOST_DECIBELS:

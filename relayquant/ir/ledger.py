@@ -22,7 +22,7 @@ from relayquant.base.tables import format_html
 from relayquant.config.accumulator import NATIVE
 from relayquant.config.model_type import RECOGNIZED
 from relayquant.errors import ConfigError, ModelError, format_count
-from relayquant.ir.agreement import Agreement, describe_sqnr
+from relayquant.ir.agreement import Agreement, describe_part, describe_sqnr
 from relayquant.ir.dialect.legality import is_integer_operator
 from relayquant.ir.plan import PassedOver, Plan
 from relayquant.ir.rewrite.entry import attach_attrs, find_attrs
@@ -220,9 +220,9 @@ class GuardResult(PlainFields):
 
     def describe_part(self) -> str:
         """Describe the weakest part of the outputs. Return "" if none is weaker than an output."""
-        if self.part_sqnr is None or self.part_sqnr >= self.sqnr:
+        if self.part_sqnr is None:
             return ""
-        return f"the part {self.part!r} has {describe_sqnr(self.part_sqnr)}"
+        return describe_part(self.part, self.part_sqnr, self.sqnr)
 
     def describe(self) -> str:
         """Describe the measurements, and what they say of other data."""

@@ -411,7 +411,7 @@ def describe_report(data: ReportData) -> Mapping[str, str]:
     verdict, agreement = Verdict.of(data), data.compare.agreement
     lines = {
         "verdict": verdict.grade.value,
-        "outputs": str(agreement),
+        "outputs": "; ".join(filter(None, [str(agreement), data.compare.weak_part])),
         **{f"{what} on integers": show_share(share) for what, share in data.shares.items()},
         "size": "{} in float, {} now".format(*map(show_bytes, data.sizes)),
     }

@@ -95,12 +95,12 @@ def observe(data: ReportData) -> Iterator[Observation]:
 def observe_outputs(data: ReportData) -> Observation:
     """Judge the outputs as the guard does. Beside a metric, they are at most doubtful."""
     settings, gaps = GuardSettings(), data.compare.outputs
-    agreement = data.compare.agreement
+    agreement = "; ".join(filter(None, [str(data.compare.agreement), data.compare.weak_part]))
     if deviates(settings, gaps):
         grade = Grade.STOP if data.score is None else Grade.LOOK
         text = f"The integer model does not follow the float model: {agreement}."
         return Observation(grade, text, name_repairs(data))
-    if deviates_slightly(settings, gaps):
+    if deviates_slightly(settings, gaps, data.compare.parts):
         text = f"The integer model follows the float model only loosely: {agreement}."
         return Observation(Grade.LOOK, text, name_repairs(data))
     return Observation(Grade.GOOD, f"The integer model follows the float model: {agreement}.")

@@ -50,6 +50,13 @@ def make_latency(best: float) -> Latency:
             "only loosely: 18.0 dB SQNR",
             "--effort best",
         ),
+        (
+            {"compare": CompareReport((), 64, (FOLLOWS,), parts={"scores": OutputGap(9.0)})},
+            Grade.LOOK,
+            "only loosely: 25.0 dB SQNR, 63 of 64 answers equal (98.4%), on 64 samples; the part "
+            "'scores' has 9.0 dB SQNR",
+            "--metric agreement",
+        ),
         ({"score": Score("top1", 0.8, 0.79, 100)}, Grade.GOOD, "top1 is 0.79", "export m.rqm"),
         ({"score": Score("top1", 0.8, 0.77, 100)}, Grade.LOOK, "a drop of 0.03", "agreement"),
         ({"score": Score("top1", 0.8, 0.5, 100)}, Grade.STOP, "a drop of 0.3", "agreement"),

@@ -87,8 +87,7 @@ def judge_look(
     if deviates(settings.guarding, gaps):
         culprit = find_first_off(prepared, qmod, pick_worst(prepared, batches, gaps, 2))
         return replace(seen, deviates=True, operator=culprit)
-    is_weak = seen.part_sqnr is not None and seen.part_sqnr < settings.guarding.min_sqnr
-    if is_weak or deviates_slightly(settings.guarding, gaps):
+    if deviates_slightly(settings.guarding, gaps, look.parts):
         culprit = find_first_off(prepared, qmod, pick_worst(prepared, batches, gaps, 1))
         return replace(seen, deviates_slightly=True, operator=culprit)
     return seen

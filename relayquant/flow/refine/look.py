@@ -15,8 +15,8 @@ import tvm
 from relayquant.analysis.confidence import bound_share
 from relayquant.analysis.outputs import (
     GapMeter,
-    GapSums,
     OutputGap,
+    PartMeter,
     find_agreement,
     order_inputs,
 )
@@ -38,8 +38,6 @@ from relayquant.ir.agreement import MOST_DECIBELS
 from relayquant.ir.ledger import (
     GuardResult,
 )
-from relayquant.ir.rewrite import Graph
-from relayquant.stages.calibration.output_parts import find_parts
 from relayquant.stages.prepared import PreparedModel, TunedBatches
 
 
@@ -117,27 +115,6 @@ class Look:
             part=part,
             part_sqnr=clip_decibels(self.parts[part].sqnr) if part else None,
         )
-
-
-class PartMeter:
-    """Measures the gap of every value that an output concatenates: places hide scores there."""
-
-    def __init__(self, mod: tvm.IRModule) -> None:
-        self.view, self.sums = Graph(mod), dict[str, GapSums]()
-
-    def measure(
-        self, batch: Batch, expected: Sequence[np.ndarray], got: Sequence[np.ndarray]
-    ) -> None:
-        """Add the results of both modules on one more batch, in real units."""
-        for part in find_parts(self.view, batch):
-            if part.elements is not None:
-                sums = self.sums.setdefault(part.value.name, GapSums())
-                sums.update([part.take(expected)], [part.take(got)], count_samples(batch))
-
-    @property
-    def gaps(self) -> dict[str, OutputGap]:
-        """The gaps so far, by name."""
-        return {name: sums.gaps[0] for name, sums in self.sums.items()}
 
 
 def clip_decibels(value: float) -> float:
@@ -268,9 +245,13 @@ def deviates(settings: GuardSettings, gaps: Sequence[OutputGap]) -> bool:
     )
 
 
-def deviates_slightly(settings: GuardSettings, gaps: Sequence[OutputGap]) -> bool:
-    """Whether one of the outputs is so far from the float model's that users should know."""
-    return any(
+def deviates_slightly(
+    settings: GuardSettings, gaps: Sequence[OutputGap], parts: Mapping[str, OutputGap]
+) -> bool:
+    """Whether one of the outputs, or a value that an output concatenates, is so far from the float
+    model's that users should know.
+    """
+    return any(part.sqnr < settings.min_sqnr for part in parts.values()) or any(
         gap.disagreement > settings.doubtful_disagreement
         if gap.samples
         else gap.least < settings.doubtful_sqnr or gap.worst < settings.sample_sqnr

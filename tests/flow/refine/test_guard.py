@@ -14,7 +14,13 @@ from float_models import MAP, build_model, draw_batches
 from tvm import relax
 
 import relayquant as rq
-from relayquant.analysis.outputs import OutputGap, count_differing, measure_gaps, rate_samples
+from relayquant.analysis.outputs import (
+    OutputGap,
+    PartMeter,
+    count_differing,
+    measure_gaps,
+    rate_samples,
+)
 from relayquant.config import Guard, GuardSettings
 from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
@@ -25,7 +31,6 @@ from relayquant.flow.refine import reverting
 from relayquant.flow.refine.guard import find_first_off
 from relayquant.flow.refine.kept_samples import count_all_macs, plan_looks, take_sample
 from relayquant.flow.refine.look import (
-    PartMeter,
     deviates,
     deviates_slightly,
     is_settled,
@@ -36,6 +41,7 @@ from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import GuardResult, Ledger
 from relayquant.ir.rewrite import rewrite_main
 from relayquant.ir.rewrite.graph import constant_value
+from relayquant.plots.verdict import Grade, Verdict
 
 BROKEN = "conv2/relu"
 
@@ -239,7 +245,7 @@ def test_guard__a_sample_that_is_lost_among_others_is_seen(digits, broken):
     np.testing.assert_allclose(gaps[0].each, each, rtol=1e-3)
     (worst,) = pick_worst(prepared, images, gaps, 1)
     np.testing.assert_array_equal(worst["image"][0], images[0]["image"][np.argmin(each)])
-    doubtful = partial(deviates_slightly, GuardSettings())
+    doubtful = partial(deviates_slightly, GuardSettings(), parts={})
     assert doubtful([OutputGap(20.9, each=(30.0, 25.0, 0.9))])
     assert doubtful([OutputGap(12.3, 2, 8)])
     assert doubtful([OutputGap(12.3)])
@@ -295,6 +301,10 @@ def test_guard__a_weak_part_that_the_other_hides_is_named():
         assert seen.sqnr > 30
         text = f"the part 'scores' has {decibels:.1f} dB SQNR"
         assert [text in str(each.message) for each in caught] == [True] * is_weak
+        page = rq.report(mod, None, qmod, [rows], samples=64, rank=False).data
+        assert (Verdict.of(page).grade is Grade.GOOD) is not is_weak
+        assert text in str(page.compare)
+        assert text in Verdict.of(page).observations[0].text
         assert text in rq.ledger(qmod).summarize()
 
 
@@ -762,9 +772,9 @@ def test_settings__what_further_samples_could_change(gap, wanted):
 
 
 def test_settings__the_bound_deviates_slightly_too():
-    assert deviates_slightly(GuardSettings(), [OutputGap(17.0, margins=(3.0, 1.0))])
-    assert not deviates_slightly(GuardSettings(), [OutputGap(17.0, margins=(1.0, 1.0))])
-    assert not deviates_slightly(GuardSettings(), [OutputGap(17.0, 0, 30, margins=(3.0, 1.0))])
+    assert deviates_slightly(GuardSettings(), [OutputGap(17.0, margins=(3.0, 1.0))], {})
+    assert not deviates_slightly(GuardSettings(), [OutputGap(17.0, margins=(1.0, 1.0))], {})
+    assert not deviates_slightly(GuardSettings(), [OutputGap(17.0, 0, 30, margins=(3.0, 1.0))], {})
 
 
 def test_plan_looks__dear_models_are_looked_at_less(broken):
