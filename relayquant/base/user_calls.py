@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
 from relayquant.errors import ConfigError, RelayQuantError
 
 T = TypeVar("T")
+#: packages whose lines say nothing of a mistake in a user's function
+LIBRARIES = ("relayquant", "numpy", "tvm", "tvm_ffi")
 
 #: What a function raises by mistake. Other exceptions may be meant to stop a run, and stay.
 MISTAKES = (
@@ -38,7 +41,7 @@ def call_user(
         at: What it was called for, as " for value 'relu'".
 
     Raises:
-        kind: It raised an exception that is not passed on.
+        kind: It raised an exception that is not passed on. Names the line of the user's file.
     """
     try:
         return function()
@@ -46,7 +49,21 @@ def call_user(
         raise
     except Exception as error:
         text = f"{where} raised {type(error).__name__}{at}: {error}"
-        raise kind(text.removesuffix(": "), code=code) from error
+        raise kind(f"{text.removesuffix(': ')}{find_line(error)}", code=code) from error
+
+
+def find_line(error: Exception) -> str:
+    """Return where a user's function raised, as " (rules.py:12)"; "" if no line is the user's.
+
+    It is the innermost line of the user's file, also where another library raised below it.
+    """
+    lines = [
+        (frame.f_code.co_filename, number)
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES
+    ]
+    files = {file: number for file, number in lines if file == lines[0][0]}
+    return "".join(f" ({file}:{number})" for file, number in files.items())
 
 
 def is_mistake(error: Exception) -> bool:

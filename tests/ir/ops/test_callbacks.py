@@ -106,6 +106,7 @@ def test_value__is_checked(callback, wrong):
         run(backend)
     assert str(error.value).startswith(f"Operator 's', pattern 'mine': callback {callback} ")
     assert wrong in str(error.value)
+    assert f" ({__file__}:" in str(error.value) or WRONG[wrong] is not fail
     if "raised" not in wrong:
         assert "of float32 (1, 4, 6, 6), which is what the float op" in str(error.value)
     # Nothing is left behind by what failed on the way.
