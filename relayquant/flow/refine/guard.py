@@ -113,8 +113,10 @@ def explain_deviation(seen: GuardResult, promise: str) -> str:
         why = (
             ". That is more than 8 bits usually cost; effort='best' or quantize(metric=) may help. "
         )
-    first = f"The first operator that is off is {seen.operator!r}{why}"
-    return f"{describe_deviation(seen)} {first}{ADVICE}"
+    first = "No operator has a result that both models show"
+    if seen.operator:
+        first = f"The first operator that is off is {seen.operator!r}"
+    return f"{describe_deviation(seen)} {first}{why}{ADVICE}"
 
 
 def describe_deviation(seen: GuardResult) -> str:
@@ -125,7 +127,9 @@ def describe_deviation(seen: GuardResult) -> str:
 def find_first_off(
     prepared: PreparedModel, qmod: tvm.IRModule, batches: Batches, decibels: float = 15.0
 ) -> str:
-    """The first operator whose result is off by more than `decibels`; else the one that is most."""
+    """The first operator whose result is off by more than `decibels`; else the one that is most; ""
+    where no value of a quantized operator is in both modules.
+    """
     interface = Interface.of(qmod)
     rows = {row.name: row for row in read_ledger(qmod).quantized}
     run_float, run_integer = (make_run(mod, rows) for mod in (prepared.mod, qmod))

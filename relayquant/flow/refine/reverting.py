@@ -183,7 +183,8 @@ def find_suspects(
     target = guarding.target_sqnr
     is_arithmetic = simulation.sqnr(operators) >= target > min(gap.sqnr for gap in gaps)
     if is_arithmetic:
-        first, milder, widest = [find_first_off(prepared, qmod, bad)], [], {}
+        off = find_first_off(prepared, qmod, bad)
+        first, milder, widest = [off] if off else order[:1], [], {}
     else:
         found = search_simulated(simulation, mapping, order, target, math.inf, settings.events)
         first = found or order[:1]
@@ -271,7 +272,7 @@ def is_enough(
     gaps: Sequence[OutputGap], reference: Sequence[OutputGap], settings: GuardSettings
 ) -> bool:
     """Whether outputs have the SQNR that operators are put back for, or what more of them give."""
-    least = min(settings.target_sqnr, *(gap.sqnr for gap in reference))
+    least = min([settings.target_sqnr, *(gap.sqnr for gap in reference)])
     return all(gap.sqnr >= least for gap in gaps)
 
 

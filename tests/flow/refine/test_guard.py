@@ -27,6 +27,7 @@ from relayquant.data.item import describe_inputs
 from relayquant.data.sampling import is_held_back
 from relayquant.demo import load_digits
 from relayquant.flow.pipeline import guard_module
+from relayquant.flow.refine import guard as guard_of_flow
 from relayquant.flow.refine import reverting
 from relayquant.flow.refine.guard import find_first_off
 from relayquant.flow.refine.kept_samples import count_all_macs, plan_looks, take_sample
@@ -352,6 +353,34 @@ def test_guard__integers_alone_are_wrong_one_operator_goes_back():
     assert rq.ledger(mended).guard.reverted == ("middle",)
     assert "relayquant.lint" not in str(caught[0].message)
     assert rq.ledger(mended).guard.sqnr > 25
+
+
+def test_guard__integers_alone_are_wrong_where_no_value_is_in_both_modules(monkeypatch):
+    """The most sensitive operator goes to float then; none is named that does not exist."""
+    mod = build_model(lambda emit, x: emit.dense("out", x, 4), (4, 8))
+    data = draw_batches(mod, 8)
+    prepared = rq.calibrate(rq.prepare(mod, effort="fast"), data)
+    right = rq.lower(rq.convert_to_reference(prepared))
+
+    def damage(emitter, binding):
+        value = emitter.get(binding.value)
+        if binding.var.name != "out.acc":
+            return value
+        wrong = relax.const(-constant_value(value.args[1]).astype("int8"), "int8")
+        return tvm.ir.Call(value.op, [value.args[0], wrong, *value.args[2:]], value.attrs)
+
+    for module in (reverting, guard_of_flow):
+        monkeypatch.setattr(module, "find_first_off", lambda *args: "")
+    wrong = rewrite_main(right, damage)
+    with pytest.warns(rq.AccuracyWarning, match="float, 1 operator: out"):
+        mended = guard(prepared, wrong, data, QuantizeSettings(guard=Guard.REVERT))
+    assert rq.ledger(mended).guard.reverted == ("out",)
+    with pytest.warns(rq.AccuracyWarning, match="No operator has a result that both models show"):
+        guard(prepared, wrong, data, QuantizeSettings(guard=Guard.WARN))
+
+
+def test_is_enough__without_outputs():
+    assert reverting.is_enough([], [], GuardSettings())
 
 
 def test_count_differing__clear_answers_only():
