@@ -124,7 +124,7 @@ def quantize_model(
 
     made = finish_model(calibrated, dataset, settings, sample)
     below = EFFORTS[settings.level].below
-    return keep_nearer(made, sample, settings, below, build_level).warn()
+    return keep_nearer(made, sample, settings, below, build_level).tell_user()
 
 
 def finish_model(

@@ -24,7 +24,7 @@ from relayquant.analysis.outputs import (
 )
 from relayquant.codegen.eager import EagerModule
 from relayquant.config import Guard
-from relayquant.errors import AccuracyWarning, DataWarning, add_code, warn_user
+from relayquant.errors import AccuracyWarning, DataWarning, warn_user
 from relayquant.flow.refine.look import (
     Look,
     deviates,
@@ -54,29 +54,31 @@ class Guarded:
     Attributes:
         prepared: The calibrated model.
         module: Its integer module, with what was seen in its ledger.
-        warnings: What the user should know of it.
+        doubts: What looks wrong with the samples.
+        warnings: What the user should know of the module.
     """
 
     prepared: PreparedModel
     module: tvm.IRModule
-    warnings: tuple[Warning, ...] = ()
+    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def change(self, module: tvm.IRModule, text: str = "") -> Guarded:
         """The same with another module, and if there is a text, with one more warning."""
-        more = (AccuracyWarning(add_code(text, "RQ401")),) if text else ()
-        return replace(self, module=module, warnings=(*self.warnings, *more))
+        return replace(self, module=module, warnings=(*self.warnings, *([text] if text else [])))
 
-    def warn(self) -> tvm.IRModule:
-        """Tell the user, and return the module."""
+    def tell_user(self) -> tvm.IRModule:
+        """Warn, and return the module."""
+        for doubt in self.doubts:
+            warn_user(f"Calibration data: {doubt}", DataWarning, code="RQ304")
         for warning in self.warnings:
-            warn_user(str(warning), type(warning))
+            warn_user(warning, AccuracyWarning, code="RQ401")
         return self.module
 
 
-def check_samples(prepared: PreparedModel, look: Look) -> tuple[Warning, ...]:
+def check_samples(prepared: PreparedModel, look: Look) -> tuple[str, ...]:
     """What looks wrong with the samples of a first look."""
-    found = lint_samples(prepared.mod, look.first)
-    return tuple(DataWarning(add_code(f"Calibration data: {each}", "RQ304")) for each in found)
+    return tuple(map(str, lint_samples(prepared.mod, look.first)))
 
 
 def judge_look(
