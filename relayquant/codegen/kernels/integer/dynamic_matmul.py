@@ -35,14 +35,13 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
     vector,
 )
-from relayquant.codegen.kernels.integer.dynamic_rows import RowsPlan, emit_rows, plan_rows
+from relayquant.codegen.kernels.integer.dynamic_rows import RowsPlan, emit_known_rows, plan_rows
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, emit_packed_operand
 from relayquant.codegen.kernels.integer.operands import Operands
 from relayquant.codegen.kernels.integer.specs import Dense
-from relayquant.codegen.kernels.integer.tiled.rows import FEWEST_ROWS, emit_tiled_rows
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
-from relayquant.codegen.kernels.unit_permission import ask_permission, emit_if
+from relayquant.codegen.kernels.unit_permission import ask_permission
 
 #: Rows of a chunk, which share the packed blocks.
 CHUNK_ROWS = 256
@@ -190,7 +189,8 @@ def emit_blocks(chunk: Chunk) -> None:
         weight, bias = emit_packed_operand(
             block, chunk.plan.full, emit_weight_copy(chunk, left, start), threads=False
         )
-        emit_products(chunk, Operands(rows, weight, bias, None, None, part))
+        operands = Operands(rows, weight, bias, None, None, part)
+        emit_known_rows(chunk.plan, operands, chunk.count, chunk.may_use)
         emit_row_terms(chunk, rows, part)
         if part is not sums:
             with T.If(inner_block == 0):
@@ -268,25 +268,6 @@ def emit_fill(copy: Buffer, at: Expr, width: int, zero: int) -> None:
         store_vector(copy, constant(copy.dtype, zero, lanes), at + offset, lanes)
 
     emit_vector_loop(width, COPY_BYTES, store)
-
-
-def emit_products(chunk: Chunk, operands: Operands) -> None:
-    """Emit the sums of a block: on the matrix unit where it may be used, for enough rows."""
-    plan, count = chunk.plan, chunk.count
-
-    def emit_vectors() -> None:
-        emit_rows(plan, operands, count, threads=False)
-
-    tiled = plan.tiled
-    if tiled is None:
-        emit_vectors()
-        return
-    may_use, is_many = chunk.may_use, count >= FEWEST_ROWS
-    if not isinstance(may_use, bool):
-        may_use = T.And(is_many, may_use)
-    elif may_use:
-        may_use = is_many
-    emit_if(may_use, lambda: emit_tiled_rows(tiled, operands, count, None), emit_vectors)
 
 
 def emit_row_terms(chunk: Chunk, rows: Buffer, sums: Buffer) -> None:

@@ -227,6 +227,21 @@ def emit_rows(plan: RowsPlan, operands: Operands, rows: Expr, threads: bool) -> 
     loop_over_rows(rows, heights, plan.full.panels, threads, emit, copying)
 
 
+def emit_known_rows(plan: RowsPlan, operands: Operands, count: Expr, may_use: Expr | bool) -> None:
+    """Emit `count` rows on one thread: on the matrix unit if it may be used and they are enough."""
+
+    def emit_vectors() -> None:
+        emit_rows(plan, operands, count, threads=False)
+
+    tiled = plan.tiled
+    if tiled is None:
+        emit_vectors()
+        return
+    is_many = count >= FEWEST_ROWS
+    condition = is_many if may_use is True else T.And(is_many, may_use)
+    emit_if(condition, lambda: emit_tiled_rows(tiled, operands, count, None), emit_vectors)
+
+
 def emit_tile(
     plan: TilePlan,
     operands: Operands,

@@ -23,13 +23,12 @@ from relayquant.codegen.kernels.emit import (
     flat_view,
     settle,
 )
-from relayquant.codegen.kernels.integer.dynamic_rows import RowsPlan, emit_rows, plan_rows
+from relayquant.codegen.kernels.integer.dynamic_rows import emit_known_rows, plan_rows
 from relayquant.codegen.kernels.integer.operands import Operands
 from relayquant.codegen.kernels.integer.specs import Dense
-from relayquant.codegen.kernels.integer.tiled.rows import FEWEST_ROWS, emit_tiled_rows
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.row_loops import CHUNK_ROWS
-from relayquant.codegen.kernels.unit_permission import ask_permission, emit_if
+from relayquant.codegen.kernels.unit_permission import ask_permission
 from relayquant.codegen.kernels.windows import ConvWindows, declare_windows, emit_windows
 
 #: Bytes of the copies of one part, about, and the rows of a part at most.
@@ -99,7 +98,7 @@ def build_free_conv2d(spec: FreeConv2d, isa: Isa, name: str) -> PrimFunc:
                 None if residual is None else view_rows(residual, first * outputs),
                 view_rows(y, first * outputs),
             )
-            emit_product(plan, operands, count, may_use)
+            emit_known_rows(plan, operands, count, may_use)
 
         work = total * (spec.windows.row * outputs)
         emit_shared_loop(parts, work >= PARALLEL_THRESHOLD, emit_part)
@@ -111,20 +110,3 @@ def view_rows(buffer: Buffer, start: Expr) -> Buffer:
     """The elements of a buffer from `start` on."""
     flat = flat_view(buffer)
     return T.decl_buffer(flat.shape, buffer.dtype, data=buffer.data, elem_offset=start)
-
-
-def emit_product(plan: RowsPlan, operands: Operands, count: Expr, may_use: Expr | bool) -> None:
-    """Emit the product of `count` rows: on the matrix unit where it may be used, if they are
-    enough.
-    """
-
-    def emit_vectors() -> None:
-        emit_rows(plan, operands, count, threads=False)
-
-    tiled = plan.tiled
-    if tiled is None:
-        emit_vectors()
-        return
-    is_many = count >= FEWEST_ROWS
-    condition = is_many if may_use is True else T.And(is_many, may_use)
-    emit_if(condition, lambda: emit_tiled_rows(tiled, operands, count, None), emit_vectors)
