@@ -1,7 +1,7 @@
 """Images of any size -> the window that a convolution reads at a place, as a row; and blocks of
 pixels -> the image that they make. For kernels.
 
-Sizes are those of the run time. Neighbours in memory are copied together.
+All sizes are known only at run time. Neighbours in memory are copied as vectors.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def fill_elements(target: Buffer, at: Expr, value: int, size: int) -> None:
 
 
 @dataclass(frozen=True)
-class PixelGrid:
+class PixelBlocks:
     """y[n, i, j, c] = x[n, (i + top) // kh, (j + left) // kw, (i + top) % kh, (j + left) % kw, c],
     with x as (N, H, W, KH * KW * C) and y (N, OH, OW, C).
     """
@@ -148,7 +148,7 @@ class PixelGrid:
         return prod(self.size) * self.channels
 
 
-def make_blocks(spec: PixelGrid) -> PrimFunc:
+def make_blocks(spec: PixelBlocks) -> PrimFunc:
     """Make PrimFunc(x, y)."""
 
     def body() -> None:

@@ -16,7 +16,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.codegen.kernels.windows import PixelGrid, make_blocks
+from relayquant.codegen.kernels.windows import PixelBlocks, make_blocks
 from relayquant.codegen.lowering.engine import mark_kernel
 from relayquant.codegen.lowering.integer.linear import order_transposed_weight
 from relayquant.codegen.rewrites.layout import KERNEL_LAYOUTS
@@ -36,7 +36,7 @@ def make_pixel_blocks(mod: tvm.IRModule) -> tvm.IRModule:
     bindings = [each for func in functions for each in list_bindings(func)]
     if not any(isinstance(each.value, Call) and is_free(each.value) for each in bindings):
         return mod
-    return mutate_functions(mod, PixelBlocks(mod))
+    return mutate_functions(mod, BlockMutator(mod))
 
 
 def is_free(call: Call) -> bool:
@@ -52,8 +52,12 @@ def is_free(call: Call) -> bool:
         return False
     if not any(isinstance(size, str) for size in shape[1:3]) or isinstance(shape[3], str):
         return False
-    zero = constant_value(call.args[3]) if name == INTEGER else np.zeros(1)
-    if zero is None or zero.any() or (name != INTEGER and tensor_dtype(call) != "float32"):
+    if name == INTEGER:
+        zero = constant_value(call.args[3])
+        is_served = zero is not None and not zero.any()
+    else:
+        is_served = {tensor_dtype(call.args[0]), tensor_dtype(call)} == {"float32"}
+    if not is_served:
         return False
     view = ConvView.of(call).as_2d()
     taps = [weight.shape[layouts[1].index(letter)] for letter in "HW"]
@@ -68,7 +72,7 @@ def list_borders(call: Call, taps: list[int]) -> list[int]:
 
 
 @relax.expr_functor.mutator
-class PixelBlocks(relax.PyExprMutator):
+class BlockMutator(relax.PyExprMutator):
     """Mutator that rewrites them."""
 
     def visit_call_(self, call: Call) -> relax.Expr:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -101,7 +105,7 @@ class PixelBlocks(relax.PyExprMutator):
         else:
             layouts = {"data_layout": "NHWC", "kernel_layout": "OHWI"}
             places = relax.op.nn.conv2d(data, constant, padding=padding, **layouts)
-        spec = PixelGrid(outputs, strides, (top, left), tensor_dtype(call))
+        spec = PixelBlocks(outputs, strides, (top, left), tensor_dtype(call))
         kernel = self.builder_.add_func(mark_kernel(make_blocks(spec), macs=0), "blocks")
         rows = self.builder_.emit(places)
         return relax.call_tir(kernel, rows, relax.TensorType(shape_of(call), spec.dtype))

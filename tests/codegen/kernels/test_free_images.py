@@ -238,3 +238,20 @@ def test_make_pixel_blocks__leaves_known_sizes_and_groups():
         groups=2,
     )
     assert make_pixel_blocks(mod) is mod
+
+
+def test_make_pixel_blocks__leaves_halves_that_are_summed_as_floats():
+    sizes = [tirx.Var(name, "int64") for name in ("n", "h", "w")]
+    x = relax.Var("x", relax.TensorType([*sizes, 3], "float16"))
+    weight = np.random.default_rng(4).normal(size=(3, 5, 2, 2)).astype("float16")
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            options = {"strides": (2, 2), "data_layout": "NHWC", "kernel_layout": "IOHW"}
+            call = relax.op.nn.conv2d_transpose(
+                x, relax.const(weight), out_dtype="float32", **options
+            )
+            y = builder.emit_output(call)
+        builder.emit_func_output(y)
+    mod = builder.finalize()
+    assert make_pixel_blocks(mod) is mod

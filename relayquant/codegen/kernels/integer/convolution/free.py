@@ -53,8 +53,8 @@ class FreeConv2d:
 
 
 def build_free_conv2d(spec: FreeConv2d, isa: Isa, name: str) -> PrimFunc:
-    """Make PrimFunc(x, weight, bias, (multiplier,) (residual,) y). The constants are those of
-    `pack_dense_rows`.
+    """Make PrimFunc(x, weight, bias[, multiplier][, residual], y). `pack_dense_rows` makes weight,
+    bias and multiplier.
     """
     plan = plan_rows(spec.dense, isa)
     full, epilogue, outputs = plan.full, spec.dense.epilogue, spec.dense.out_features
