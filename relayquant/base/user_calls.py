@@ -9,7 +9,7 @@ from typing import TypeVar
 from relayquant.errors import ConfigError, RelayQuantError
 
 T = TypeVar("T")
-#: packages whose lines say nothing of a mistake in a user's function
+#: Packages whose files are not the user's: a message names none of their lines.
 LIBRARIES = ("relayquant", "numpy", "tvm", "tvm_ffi")
 
 #: What a function raises by mistake. Other exceptions may be meant to stop a run, and stay.
@@ -62,8 +62,10 @@ def find_line(error: Exception) -> str:
         for frame, number in traceback.walk_tb(error.__traceback__)
         if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES
     ]
-    files = {file: number for file, number in lines if file == lines[0][0]}
-    return "".join(f" ({file}:{number})" for file, number in files.items())
+    if not lines:
+        return ""
+    first = lines[0][0]
+    return f" ({first}:{[number for file, number in lines if file == first][-1]})"
 
 
 def is_mistake(error: Exception) -> bool:

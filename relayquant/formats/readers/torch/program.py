@@ -5,6 +5,7 @@ modules.
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import sys
 from collections import Counter
@@ -257,7 +258,8 @@ def refuse_missing_results(node: Any, value: Any) -> None:
     results = node.meta.get("val")
     if not isinstance(results, list | tuple) or not is_tensor(value):
         return
-    asked = sorted({user.args[1] for user in node.users if user.users and user.args[1] != 0})
+    items = [user for user in node.users if user.target is operator.getitem and user.users]
+    asked = sorted({user.args[1] for user in items} - {0})
     if asked:
         raise Refusal(f"{node.name} is asked for its results {asked}; supported: the first one, 0")
 
