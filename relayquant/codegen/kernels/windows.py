@@ -6,6 +6,7 @@ All sizes are known only at run time. Neighbours in memory are copied as vectors
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -14,8 +15,10 @@ from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.emit import (
     COPY_BYTES,
+    LEAST_EXTENT,
     PARALLEL_BYTES,
     build_kernel,
+    ceil_div,
     constant,
     declare_argument,
     emit_shared_loop,
@@ -26,8 +29,11 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
 )
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
+from relayquant.codegen.kernels.row_loops import CHUNK_ROWS
 from relayquant.codegen.kernels.unit_permission import emit_if
 
+#: Bytes of the copies of one part, about, and the places of a part at most.
+PART_BYTES, PART_ROWS = 1 << 17, 480
 #: Bytes of an element.
 WIDTHS = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "float32": 4}
 
@@ -35,7 +41,7 @@ WIDTHS = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "float32": 4}
 @dataclass(frozen=True)
 class ConvWindows:
     """Row (n, i, j) has the elements x[n, i * sh + a * dh - top, j * sw + b * dw - left, c] in the
-    order (a, b, c), or `fill` for those outside x (N, H, W, C).
+    order (a, b, c), or `fill` for those outside x (N, H, W, C). c are the channels of one group.
     """
 
     channels: int
@@ -45,21 +51,29 @@ class ConvWindows:
     dilation: tuple[int, int]
     dtype: str
     fill: int = 0
+    groups: int = 1
+
+    @property
+    def group_channels(self) -> int:
+        """Channels of one group."""
+        return self.channels // self.groups
 
     @property
     def row(self) -> int:
         """Elements of one window."""
-        return prod(self.kernel) * self.channels
+        return prod(self.kernel) * self.group_channels
 
     @property
     def is_pixel(self) -> bool:
         """Whether a window is the pixel at its place."""
-        return self.kernel == (1, 1) and self.strides == (1, 1) and not any(self.padding)
+        is_one = self.kernel == (1, 1) and self.strides == (1, 1) and self.groups == 1
+        return is_one and not any(self.padding)
 
     @property
-    def width(self) -> int:
-        """Bytes of an element."""
-        return WIDTHS[self.dtype]
+    def part_rows(self) -> int:
+        """Places at most whose windows are copied next to one another, and stay in the cache."""
+        fitting = PART_BYTES // (self.row * WIDTHS[self.dtype])
+        return min(max(fitting // CHUNK_ROWS, 1) * CHUNK_ROWS, PART_ROWS)
 
 
 def declare_windows(spec: ConvWindows) -> Buffer:
@@ -67,50 +81,92 @@ def declare_windows(spec: ConvWindows) -> Buffer:
     return declare_argument("x", (None, None, None, spec.channels), spec.dtype)
 
 
-def emit_windows(
-    spec: ConvWindows,
-    source: Buffer,
-    size: tuple[Expr, Expr],
-    place: tuple[Expr, Expr, Expr],
-    target: Buffer,
-    at: Expr,
-) -> None:
-    """Emit the copy of one window to `at` of the target.
+@dataclass(frozen=True)
+class WindowParts:
+    """All places of all images, in parts of neighbouring places, and the images that they read.
 
-    Args:
+    Attributes:
+        spec: The windows.
         source: The images, flat.
         size: Height and width of an image.
-        place: Numbers of the image, and of the window along its height and width.
+        places: Numbers of images, of rows of places, and of places in a row.
     """
-    (height, width), (image, row, column) = size, place
-    top, left, *_ = spec.padding
-    taps, step = spec.kernel[1], spec.dilation[1]
-    (first,) = settle(column * spec.strides[1] - left)
-    with T.serial(spec.kernel[0]) as tap:
-        (line,) = settle(row * spec.strides[0] + tap * spec.dilation[0] - top)
-        (begin,) = settle(((image * height + line) * width + first) * spec.channels)
-        (end,) = settle(at + tap * (taps * spec.channels))
 
-        def emit_pixels(line: Expr = line, begin: Expr = begin, end: Expr = end) -> None:
-            with T.serial(taps) as pixel:
-                column = first + pixel * step
-                within = T.And(T.And(line >= 0, line < height), column >= 0)
-                to = end + pixel * spec.channels
-                with T.If(T.And(within, column < width)):
-                    with T.Then():
-                        from_ = begin + pixel * (step * spec.channels)
-                        move_elements(source, from_, target, to, spec.channels)
-                    with T.Else():
-                        fill_elements(target, to, spec.fill, spec.channels)
+    spec: ConvWindows
+    source: Buffer
+    size: tuple[Expr, Expr]
+    places: tuple[Expr, Expr, Expr]
 
-        def move_line(begin: Expr = begin, end: Expr = end) -> None:
-            move_elements(source, begin, target, end, taps * spec.channels)
+    @staticmethod
+    def of(spec: ConvWindows, x: Buffer, y: Buffer) -> WindowParts:
+        """The places of the results y (N, OH, OW, O), read from x (N, H, W, C)."""
+        height, width = settle(x.shape[1], x.shape[2])
+        images, lines, columns = settle(*y.shape[:3])
+        return WindowParts(spec, flat_view(x), (height, width), (images, lines, columns))
 
-        is_inside: Expr | bool = False
-        if step == 1 and taps > 1:
-            columns_fit = T.And(first >= 0, first + (taps - 1) < width)
-            is_inside = T.And(columns_fit, T.And(line >= 0, line < height))
-        emit_if(is_inside, move_line, emit_pixels)
+    def emit(
+        self, rows: int, macs: int, fewest_macs: int, emit: Callable[[Expr, Expr], None]
+    ) -> None:
+        """Emit a loop of emit(first place, number of places) for parts of at most `rows` places.
+
+        Threads share it if all places have `fewest_macs`. One place has `macs`.
+        """
+        (total,) = settle(prod(self.places))
+        (parts,) = settle(T.floordiv(total + (rows - 1), rows))
+        least = max(ceil_div(fewest_macs, rows * macs), 2)
+        with T.parallel(parts, annotations={LEAST_EXTENT: least}) as part:
+            first, end = (T.floordiv(each * total, parts) for each in (part, part + 1))
+            first, end = settle(first, end)
+            emit(first, end - first)
+
+    def emit_copies(self, first: Expr, count: Expr, target: Buffer, group: Expr = 0) -> None:
+        """Emit the windows of a group at `count` places from `first` on, one after the other."""
+        _, lines, columns = self.places
+        with T.serial(count) as row:
+            line, column = settle(
+                T.floordiv(first + row, columns), T.floormod(first + row, columns)
+            )
+            image, line = settle(T.floordiv(line, lines), T.floormod(line, lines))
+            self.emit_window((image, line, column), target, row * self.spec.row, group)
+
+    def emit_window(
+        self, place: tuple[Expr, Expr, Expr], target: Buffer, at: Expr, group: Expr
+    ) -> None:
+        """Emit the copy of a group's window to `at` of the target.
+
+        `place` has the numbers of the image, and of the window along its height and width.
+        """
+        spec, (height, width), (image, row, column) = self.spec, self.size, place
+        source, inner, pitch = self.source, spec.group_channels, spec.channels
+        top, left, *_ = spec.padding
+        taps, step = spec.kernel[1], spec.dilation[1]
+        (first,) = settle(column * spec.strides[1] - left)
+        channel = 0 if spec.groups == 1 else group * inner
+        with T.serial(spec.kernel[0]) as tap:
+            (line,) = settle(row * spec.strides[0] + tap * spec.dilation[0] - top)
+            (begin,) = settle(((image * height + line) * width + first) * pitch + channel)
+            (end,) = settle(at + tap * (taps * inner))
+
+            def emit_pixels(line: Expr = line, begin: Expr = begin, end: Expr = end) -> None:
+                with T.serial(taps) as pixel:
+                    column = first + pixel * step
+                    within = T.And(T.And(line >= 0, line < height), column >= 0)
+                    to = end + pixel * inner
+                    with T.If(T.And(within, column < width)):
+                        with T.Then():
+                            from_ = begin + pixel * (step * pitch)
+                            move_elements(source, from_, target, to, inner)
+                        with T.Else():
+                            fill_elements(target, to, spec.fill, inner)
+
+            def move_line(begin: Expr = begin, end: Expr = end) -> None:
+                move_elements(source, begin, target, end, taps * inner)
+
+            is_inside: Expr | bool = False
+            if step == 1 and taps > 1 and spec.groups == 1:
+                columns_fit = T.And(first >= 0, first + (taps - 1) < width)
+                is_inside = T.And(columns_fit, T.And(line >= 0, line < height))
+            emit_if(is_inside, move_line, emit_pixels)
 
 
 def move_elements(source: Buffer, begin: Expr, target: Buffer, at: Expr, size: int) -> None:

@@ -35,6 +35,14 @@ from relayquant.codegen.kernels.floating.bf16_matmul import (
     read_bf16_matmul,
 )
 from relayquant.codegen.kernels.floating.convolution.direct import make_conv2d, make_conv2d_packing
+from relayquant.codegen.kernels.floating.convolution.free import (
+    FreeFloatConv2d,
+    count_packed,
+    make_free_conv2d,
+    make_free_packing,
+    pack_free_conv2d,
+)
+from relayquant.codegen.kernels.floating.convolution.free_depthwise import make_free_depthwise
 from relayquant.codegen.kernels.floating.convolution.plan import (
     FloatConv2d,
     pack_conv2d,
@@ -69,6 +77,7 @@ from relayquant.codegen.kernels.floating.tile import (
 )
 from relayquant.codegen.kernels.integer.pool import MaxPool2d, build_max_pool2d
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
+from relayquant.codegen.kernels.windows import ConvWindows
 from relayquant.codegen.lowering.curve import follow_curve
 from relayquant.codegen.lowering.engine import (
     BlockView,
@@ -93,6 +102,7 @@ from relayquant.ir.rewrite.expressions import (
     shape_of,
     static_sizes,
 )
+from relayquant.ir.rewrite.graph import static_size
 from relayquant.ir.rewrite.rule import OnSkip, Skip, decline, log_skip, make_rule
 
 #: Layouts of data and weights for the convolution kernels.
@@ -152,6 +162,9 @@ MAKERS: dict[str, Any] = {
     "float_max_pool2d": make_max_pool2d,
     "float_max_pool2d_of_images": partial(make_max_pool2d, symbolic=True),
     "float_dense": make_dense,
+    "float_free_conv2d": make_free_conv2d,
+    "float_free_depthwise": make_free_depthwise,
+    "float_free_packing": make_free_packing,
     "float_batch_matmul": make_batch_matmul,
     "float_dots": make_dots,
 }
@@ -348,6 +361,72 @@ def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
         operand = 2 + epilogue.bias
         fields = {0: "data", **({operand: "residual"} if epilogue.residual else {})}
         kernel = context.make_storing_kernel(kind, spec, fields)
+    return replace(call_product(chain, kernel, data, packed, concat), before=before)
+
+
+def read_free_conv2d(call: Call) -> FreeFloatConv2d | Skip:
+    """Read the specification of a nn.conv2d of images of free height or width, in the layout of the
+    kernels.
+
+    Returns:
+        Skip with the reason if no kernel computes it.
+    """
+    data, weight = call.args
+    view = ConvView.of(call)
+    numbers, layouts = view.as_2d(), (view.layout, view.kernel_layout, view.out_layout)
+    if layouts != (*CONV_LAYOUT, CONV_LAYOUT[0]):
+        return Skip(f"layout {'/'.join(layouts)}")
+    if not all(is_float32(e) for e in (data, weight, call)):
+        return decline("not float32 of known rank")
+    shape, kernel = shape_of(data), shape_of(weight)
+    sizes = static_sizes([shape[-1], *kernel])
+    if sizes is None:
+        return decline("the number of channels, or a size of the weights, is symbolic")
+    if static_sizes(shape[1:]) is not None:
+        return Skip("the images have a known size")
+    if min(numbers.padding) < 0:
+        return decline("the padding is negative")
+    channels, outputs, kh, kw, _ = sizes
+    windows = ConvWindows(
+        channels,
+        (kh, kw),
+        numbers.strides,
+        numbers.padding,
+        numbers.dilation,
+        "float32",
+        groups=numbers.groups,
+    )
+    return FreeFloatConv2d(windows, outputs)
+
+
+def lower_free_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
+    """Lower nn.conv2d over images of free height or width. A 1x1 convolution is a dense layer."""
+    call = context.block.values[root]
+    data, weight = call.args
+    spec = read_free_conv2d(call)
+    if isinstance(spec, Skip):
+        return spec
+    chain = context.follow(root, spec.outputs)
+    concat, epilogue = context.choose_epilogue(chain)
+    spec, isa, before = replace(spec, epilogue=epilogue), context.isa, ()
+    packed: Operand
+    if isinstance(weight, GenericConst):
+        packed = pack_free_conv2d(weight.value.numpy(), spec, isa)
+    else:
+        plain = replace(spec, epilogue=FloatEpilogue())
+        packing = context.make_kernel("float_free_packing", plain)
+        ty = relax.TensorType([count_packed(spec, isa)], "float32")
+        packed = relax.DataflowVar(f"{root.name}_packed", ty)
+        before = (Lowered((packed,), packing, (weight,)),)
+    if spec.windows.is_pixel:
+        # Equal layers share one kernel, so symbols have the same names in all of them.
+        extents = zip("nhw", shape_of(data), strict=False)
+        rows = [static_size(n) or tirx.Var(letter, "int64") for letter, n in extents]
+        dense = FloatDense((*rows, spec.windows.channels), spec.outputs, epilogue)
+        kernel = context.make_kernel("float_dense", dense)
+    else:
+        kind = "float_free_depthwise" if spec.is_depthwise else "float_free_conv2d"
+        kernel = context.make_kernel(kind, spec)
     return replace(call_product(chain, kernel, data, packed, concat), before=before)
 
 
@@ -555,6 +634,7 @@ def copy_parts(context: FloatContext, concat: relax.Var) -> Lowered | Skip:
 
 FLOAT_RULES: tuple[KernelRule[FloatContext], ...] = (
     make_rule(lower_conv2d, "relax.nn.conv2d"),
+    make_rule(lower_free_conv2d, "relax.nn.conv2d"),
     make_rule(lower_conv2d_transpose, "relax.nn.conv2d_transpose"),
     make_rule(lower_matmul, "relax.matmul"),
     make_rule(lower_max_pool2d, "relax.nn.max_pool2d"),

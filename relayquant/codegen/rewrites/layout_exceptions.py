@@ -13,6 +13,7 @@ from tvm import relax, tirx
 from tvm.ir import Call, IRModule, Op, Type
 
 from relayquant.codegen.lowering.floating import read_conv2d_transpose
+from relayquant.codegen.rewrites.transposed_blocks import makes_blocks
 from relayquant.ir.rewrite.casts import CALL_PACKED, hide_cast, show_cast
 from relayquant.ir.rewrite.expressions import is_float32, op_name, read_scalar
 from relayquant.ir.rewrite.function import map_functions
@@ -87,7 +88,7 @@ def keeps_layout(call: relax.Expr) -> bool:
     if name in ONE_LAYOUT or (name == "relax.nn.layer_norm" and len(call.attrs.axes) > 1):
         return True
     if name == "relax.nn.conv2d_transpose":
-        return isinstance(read_conv2d_transpose(call), Skip)
+        return isinstance(read_conv2d_transpose(call), Skip) and not makes_blocks(call)
     if name == "relax.repeat" and call.attrs.axis is None:
         return True
     types = [arg.ty for arg in call.args] if name.startswith("relax.") else []

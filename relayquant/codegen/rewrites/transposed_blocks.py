@@ -18,8 +18,8 @@ from tvm.ir import Call
 
 from relayquant.codegen.kernels.windows import PixelBlocks, make_blocks
 from relayquant.codegen.lowering.engine import mark_kernel
+from relayquant.codegen.lowering.floating import CONV_LAYOUT, CONV_TRANSPOSE_LAYOUT
 from relayquant.codegen.lowering.integer.linear import order_transposed_weight
-from relayquant.codegen.rewrites.layout import KERNEL_LAYOUTS
 from relayquant.ir.dialect import qnn
 from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.expressions import list_bindings, op_name, shape_of
@@ -27,7 +27,8 @@ from relayquant.ir.rewrite.function import mutate_functions
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 INTEGER = "relax.qnn.conv2d_transpose"
-TRANSPOSED = ("relax.nn.conv2d_transpose", INTEGER)
+#: Transposed convolutions, and the kernels' layouts of their data and weights.
+TRANSPOSED = {"relax.nn.conv2d_transpose": CONV_TRANSPOSE_LAYOUT, INTEGER: CONV_LAYOUT}
 
 
 def make_pixel_blocks(mod: tvm.IRModule) -> tvm.IRModule:
@@ -40,28 +41,34 @@ def make_pixel_blocks(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def is_free(call: Call) -> bool:
-    """Whether a transposed convolution in the kernels' layout reads images of free size, all of
-    their channels, with constant weights of zero point 0.
-    """
+    """Whether a transposed convolution in the kernels' layout becomes one that makes blocks."""
     name = op_name(call)
-    if name not in TRANSPOSED or int(call.attrs.groups) != 1:
+    if name not in TRANSPOSED or not makes_blocks(call):
         return False
+    layouts = str(call.attrs.data_layout), str(call.attrs.kernel_layout)
+    return layouts == TRANSPOSED[name]
+
+
+def makes_blocks(call: Call) -> bool:
+    """Whether a transposed convolution, in any layout, reads images of free size, all of their
+    channels, with constant weights of zero point 0.
+    """
     shape, weight = tensor_shape(call.args[0]), constant_value(call.args[1])
-    layouts = [str(call.attrs.data_layout), str(call.attrs.kernel_layout)]
-    if layouts != KERNEL_LAYOUTS[name] or shape is None or weight is None:
+    if int(call.attrs.groups) != 1 or shape is None or weight is None:
         return False
-    if not any(isinstance(size, str) for size in shape[1:3]) or isinstance(shape[3], str):
+    view = ConvView.of(call)
+    sizes = dict(zip(view.layout, shape, strict=True))
+    if not any(isinstance(sizes[each], str) for each in "HW") or isinstance(sizes["C"], str):
         return False
-    if name == INTEGER:
+    if op_name(call) == INTEGER:
         zero = constant_value(call.args[3])
         is_served = zero is not None and not zero.any()
     else:
         is_served = {tensor_dtype(call.args[0]), tensor_dtype(call)} == {"float32"}
     if not is_served:
         return False
-    view = ConvView.of(call).as_2d()
-    taps = [weight.shape[layouts[1].index(letter)] for letter in "HW"]
-    return view.dilation == (1, 1) and min(list_borders(call, taps)) >= 0
+    taps = [weight.shape[view.kernel_layout.index(letter)] for letter in "HW"]
+    return view.as_2d().dilation == (1, 1) and min(list_borders(call, taps)) >= 0
 
 
 def list_borders(call: Call, taps: list[int]) -> list[int]:

@@ -24,6 +24,7 @@ from relayquant.codegen.kernels.emit import (
     emit_prefetch,
     load_vector,
 )
+from relayquant.codegen.kernels.floating.convolution.operands import FloatOperands
 from relayquant.codegen.kernels.floating.stored import load_floats, store_floats
 from relayquant.codegen.kernels.floating.tile import (
     FEWEST_ROWS,
@@ -109,13 +110,80 @@ def list_dense_schedules(spec: FloatDense, isa: FloatIsa) -> list[FloatSchedule]
 def pack_dense(weight: NDArray[np.float32], spec: FloatDense, isa: FloatIsa) -> NDArray[np.float32]:
     """Pack (N, K) -> flat [panel][K][vector of the panel][lanes]."""
     isa, panels = plan_dense(spec, isa)
-    starts = panels.starts()
-    parts = []
-    for first in range(0, len(starts), panels.blocks):
-        group = starts[first : first + panels.blocks]
-        rows = np.stack([weight[s : s + isa.lanes] for s in group])  # [block, lane, K]
-        parts.append(rows.transpose(2, 0, 1).reshape(-1))
+    return pack_groups(weight[None], panels)
+
+
+def pack_groups(weight: NDArray[np.float32], panels: Panels) -> NDArray[np.float32]:
+    """Pack (group, N, K) -> flat [group][panel][K][vector of the panel][lanes]."""
+    starts, parts = panels.starts(), []
+    for group in weight:
+        for first in range(0, len(starts), panels.blocks):
+            chosen = starts[first : first + panels.blocks]
+            rows = np.stack([group[s : s + panels.lanes] for s in chosen])  # [block, lane, K]
+            parts.append(rows.transpose(2, 0, 1).reshape(-1))
     return np.ascontiguousarray(np.concatenate(parts), dtype="float32")
+
+
+#: tile(rows of the tile, first vector of the panel, first channels of its vectors, what it fetches
+#: of the next panel)
+GemmTile = Callable[[list[Expr], Expr, list[Expr], Ahead | None], None]
+
+
+def make_dense_tile(
+    inner: int,
+    isa: FloatIsa,
+    epilogue: FloatEpilogue,
+    operands: FloatOperands,
+    place: Callable[[Expr], Expr],
+    first_weight: Expr = 0,
+    first_channel: Expr = 0,
+) -> GemmTile:
+    """Return a function that emits one tile of a dense layer with `inner` features.
+
+    `place(row)` is the element of the result at which a row begins. Weights and channels may belong
+    to one of several groups, which begins at `first_weight` and `first_channel`.
+    """
+    x, weight = operands.data, operands.weight
+
+    def tile(
+        rows: list[Expr], first_vector: Expr, starts: list[Expr], following: Ahead | None
+    ) -> None:
+        blocks = len(starts)
+
+        def reduce(step: Callable[[Expr, Callable[[int], Expr]], None]) -> None:
+            base = first_weight + first_vector * (inner * isa.lanes)
+            with T.serial(inner) as k:
+                if following is not None:
+                    following.fetch(weight, k)
+                step(k, lambda b: base + (k * blocks + b) * isa.lanes)
+
+        def fetch_next(k: Expr) -> None:
+            """Fetch a line per step.
+
+            The next tile's rows follow in memory, and all steps together fetch them.
+            """
+            line = CACHE_LINE // FLOAT_BYTES
+            emit_prefetch(x, (rows[0] + len(rows)) * inner + k * line, level=1)
+
+        results = (
+            operands.residual,
+            epilogue,
+            [place(row) for row in rows],
+            [first_channel + start for start in starts],
+        )
+        emit_tile(
+            isa,
+            [row * inner for row in rows],
+            blocks,
+            x,
+            weight,
+            reduce,
+            finish_into(operands.result, operands.bias, *results, isa.lanes),
+            touch=touch_results(operands.result, *results),
+            ahead=fetch_next,
+        )
+
+    return tile
 
 
 def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> PrimFunc:
@@ -132,47 +200,11 @@ def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> Pr
             ("y", spec.out_shape),
         )
 
-        def tile(
-            rows: list[Expr], first_vector: Expr, starts: list[Expr], following: Ahead | None
-        ) -> None:
-            blocks = len(starts)
-
-            def reduce(step: Callable[[Expr, Callable[[int], Expr]], None]) -> None:
-                base = first_vector * (inner * isa.lanes)
-                with T.serial(inner) as k:
-                    if following is not None:
-                        following.fetch(weight, k)
-                    step(k, lambda b: base + (k * blocks + b) * isa.lanes)
-
-            def fetch_next(k: Expr) -> None:
-                """Fetch a line per step.
-
-                The next tile's rows follow in memory, and all steps together fetch them.
-                """
-                line = CACHE_LINE // FLOAT_BYTES
-                emit_prefetch(x, (rows[0] + len(rows)) * inner + k * line, level=1)
-
-            targets = [row * epilogue.pitch(outputs) for row in rows]
-            emit_tile(
-                isa,
-                [row * inner for row in rows],
-                blocks,
-                x,
-                weight,
-                reduce,
-                finish_into(y, bias, residual, epilogue, targets, starts, isa.lanes),
-                touch=touch_results(y, residual, epilogue, targets, starts),
-                ahead=fetch_next,
-            )
-
+        pitch, operands = epilogue.pitch(outputs), FloatOperands(x, weight, bias, residual, y)
+        tile = make_dense_tile(inner, isa, epilogue, operands, lambda row: row * pitch)
         emit_gemm_loops(spec, isa, panels, tile)
 
     return build_kernel(name, body)
-
-
-#: tile(rows of the tile, first vector of the panel, first channels of its vectors, what it fetches
-#: of the next panel)
-GemmTile = Callable[[list[Expr], Expr, list[Expr], Ahead | None], None]
 
 
 def emit_gemm_loops(spec: FloatDense, isa: FloatIsa, panels: Panels, tile: GemmTile) -> None:
@@ -219,19 +251,9 @@ def emit_symbolic_rows(spec: FloatDense, panels: Panels, tile: GemmTile) -> None
     Whether threads share them is decided at run time too, unless the least number of rows is
     enough.
     """
-    heights = choose_heights(choose_rows(None, panels.most_rows))
 
     def all_tiles(threads: bool) -> None:
-        def whole(_: int, rows: list[Expr], panel: Expr, _index: Expr) -> None:
-            tile(rows, panel * panels.blocks, panels.starts_of(panel), None)
-
-        def tail(_: int, rows: list[Expr], _panel: Expr, _index: Expr) -> None:
-            tile(rows, panels.full * panels.blocks, list(panels.tail), None)
-
-        if panels.full:
-            loop_over_rows(spec.rows, heights, panels.full, threads, whole)
-        if panels.tail:
-            loop_over_rows(spec.rows, heights, 1, threads and not panels.full, tail)
+        emit_row_tiles(spec.rows, panels, tile, threads)
 
     macs_per_row = panels.channels * spec.inner
     if max(spec.least_rows, FEWEST_ROWS) * macs_per_row >= PARALLEL_MACS:
@@ -242,6 +264,22 @@ def emit_symbolic_rows(spec: FloatDense, panels: Panels, tile: GemmTile) -> None
             all_tiles(threads=True)
         with T.Else():
             all_tiles(threads=False)
+
+
+def emit_row_tiles(rows: Expr, panels: Panels, tile: GemmTile, threads: bool) -> None:
+    """Emit the tiles of a number of rows that is known only at run time."""
+    heights = choose_heights(choose_rows(None, panels.most_rows))
+
+    def whole(_: int, rows: list[Expr], panel: Expr, _index: Expr) -> None:
+        tile(rows, panel * panels.blocks, panels.starts_of(panel), None)
+
+    def tail(_: int, rows: list[Expr], _panel: Expr, _index: Expr) -> None:
+        tile(rows, panels.full * panels.blocks, list(panels.tail), None)
+
+    if panels.full:
+        loop_over_rows(rows, heights, panels.full, threads, whole)
+    if panels.tail:
+        loop_over_rows(rows, heights, 1, threads and not panels.full, tail)
 
 
 def finish_into(

@@ -74,23 +74,28 @@ def make_conv2d_packing(spec: FloatConv2d, isa: FloatIsa, name: str = "float_pac
                     packed, weight[channel * taps + tap], [tap * spec.out_channels + channel]
                 )
             return
-        starts = panels.starts()
-        with T.serial(spec.groups) as group:
-            source = group * (spec.group_out * inner)
-            target = group * (panels.vectors * isa.lanes * inner)
-            for first in range(0, len(starts), panels.blocks):
-                chosen = starts[first : first + panels.blocks]
-                base = target + first * isa.lanes * inner
-                with T.serial(inner) as k:
-                    for block, channel in enumerate(chosen):
-                        with T.serial(isa.lanes) as lane:
-                            T.buffer_store(
-                                packed,
-                                weight[source + (channel + lane) * inner + k],
-                                [base + (k * len(chosen) + block) * isa.lanes + lane],
-                            )
+        emit_packing(weight, packed, spec.groups, inner, panels)
 
     return build_kernel(name, body)
+
+
+def emit_packing(weight: Buffer, packed: Buffer, groups: int, inner: int, panels: Panels) -> None:
+    """Emit `pack_groups`."""
+    starts, lanes = panels.starts(), panels.lanes
+    with T.serial(groups) as group:
+        source = group * (panels.channels * inner)
+        target = group * (panels.vectors * lanes * inner)
+        for first in range(0, len(starts), panels.blocks):
+            chosen = starts[first : first + panels.blocks]
+            base = target + first * lanes * inner
+            with T.serial(inner) as k:
+                for block, channel in enumerate(chosen):
+                    with T.serial(lanes) as lane:
+                        T.buffer_store(
+                            packed,
+                            weight[source + (channel + lane) * inner + k],
+                            [base + (k * len(chosen) + block) * lanes + lane],
+                        )
 
 
 def make_conv2d(spec: FloatConv2d, isa: FloatIsa, name: str = "float_conv2d") -> PrimFunc:

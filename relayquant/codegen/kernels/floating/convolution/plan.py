@@ -17,6 +17,7 @@ from relayquant.codegen.kernels.conv_shape import Conv2dShape
 from relayquant.codegen.kernels.floating.gemm import (
     FloatDense,
     list_dense_schedules,
+    pack_groups,
     plan_dense,
 )
 from relayquant.codegen.kernels.floating.stored import Stored
@@ -144,13 +145,7 @@ def pack_conv2d(
     if spec.is_depthwise:
         flat = weight.reshape(spec.out_channels, taps).T
         return np.ascontiguousarray(flat, dtype="float32").reshape(-1)
-    starts, parts = panels.starts(), []
-    for group in weight.reshape(spec.groups, spec.group_out, taps * spec.group_in):
-        for first in range(0, len(starts), panels.blocks):
-            chosen = starts[first : first + panels.blocks]
-            rows = np.stack([group[s : s + isa.lanes] for s in chosen])
-            parts.append(rows.transpose(2, 0, 1).reshape(-1))
-    return np.ascontiguousarray(np.concatenate(parts), dtype="float32")
+    return pack_groups(weight.reshape(spec.groups, spec.group_out, taps * spec.group_in), panels)
 
 
 def count_macs(spec: FloatConv2d) -> int:

@@ -19,20 +19,14 @@ from relayquant.codegen.kernels.emit import (
     alloc_workspace,
     build_kernel,
     declare_argument,
-    emit_shared_loop,
     flat_view,
-    settle,
 )
 from relayquant.codegen.kernels.integer.dynamic_rows import emit_known_rows, plan_rows
 from relayquant.codegen.kernels.integer.operands import Operands
 from relayquant.codegen.kernels.integer.specs import Dense
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
-from relayquant.codegen.kernels.row_loops import CHUNK_ROWS
 from relayquant.codegen.kernels.unit_permission import ask_permission
-from relayquant.codegen.kernels.windows import ConvWindows, declare_windows, emit_windows
-
-#: Bytes of the copies of one part, about, and the rows of a part at most.
-PART_BYTES, PART_ROWS = 1 << 17, 480
+from relayquant.codegen.kernels.windows import ConvWindows, WindowParts, declare_windows
 
 
 @dataclass(frozen=True)
@@ -44,12 +38,6 @@ class FreeConv2d:
 
     windows: ConvWindows
     dense: Dense
-
-    @property
-    def rows(self) -> int:
-        """Places of one part."""
-        fitting = PART_BYTES // (self.windows.row * self.windows.width)
-        return min(max(fitting // CHUNK_ROWS, 1) * CHUNK_ROWS, PART_ROWS)
 
 
 def build_free_conv2d(spec: FreeConv2d, isa: Isa, name: str) -> PrimFunc:
@@ -70,26 +58,13 @@ def build_free_conv2d(spec: FreeConv2d, isa: Isa, name: str) -> PrimFunc:
         if epilogue.residual:
             residual = declare_argument("residual", shape, epilogue.residual.dtype)
         y = declare_argument("y", shape, epilogue.dtype)
-        source = flat_view(x)
         may_use = False if plan.tiled is None else ask_permission(plan.tiled.unit)
-        height, width = settle(x.shape[1], x.shape[2])
-        images, lines, columns = settle(*y.shape[:3])
-        (total,) = settle(images * lines * columns)
-        (parts,) = settle(T.floordiv(total + (spec.rows - 1), spec.rows))
+        parts = WindowParts.of(spec.windows, x, y)
+        rows = spec.windows.part_rows
 
-        def emit_part(part: Expr) -> None:
-            (first,) = settle(part * spec.rows)
-            (count,) = settle(T.min(T.int64(spec.rows), total - first))
-            size = spec.rows * spec.windows.row + COPY_BYTES
-            copy = alloc_workspace(size, spec.windows.dtype)
-            with T.serial(count) as row:
-                line, column = settle(
-                    T.floordiv(first + row, columns), T.floormod(first + row, columns)
-                )
-                image, line = settle(T.floordiv(line, lines), T.floormod(line, lines))
-                place = (image, line, column)
-                at = row * spec.windows.row
-                emit_windows(spec.windows, source, (height, width), place, copy, at)
+        def emit_part(first: Expr, count: Expr) -> None:
+            copy = alloc_workspace(rows * spec.windows.row + COPY_BYTES, spec.windows.dtype)
+            parts.emit_copies(first, count, copy)
             operands = Operands(
                 copy,
                 weight,
@@ -100,8 +75,7 @@ def build_free_conv2d(spec: FreeConv2d, isa: Isa, name: str) -> PrimFunc:
             )
             emit_known_rows(plan, operands, count, may_use)
 
-        work = total * (spec.windows.row * outputs)
-        emit_shared_loop(parts, work >= PARALLEL_THRESHOLD, emit_part)
+        parts.emit(rows, spec.windows.row * outputs, PARALLEL_THRESHOLD, emit_part)
 
     return build_kernel(name, body)
 
