@@ -17,6 +17,7 @@ from relayquant.codegen.rewrites.transposed_blocks import makes_blocks
 from relayquant.ir.rewrite.casts import CALL_PACKED, hide_cast, show_cast
 from relayquant.ir.rewrite.expressions import is_float32, op_name, read_scalar
 from relayquant.ir.rewrite.function import map_functions
+from relayquant.ir.rewrite.graph import constant_value
 from relayquant.ir.rewrite.rule import Skip
 
 #: binding -> its replacements, in order; the last one binds the same variable
@@ -34,6 +35,11 @@ ONE_LAYOUT = (
     "relax.nn.dropout",
     "relax.image.resize3d",
     "relax.stack",
+)
+#: Operators on two tensors, element by element.
+TWO_OPERANDS = frozenset(
+    f"relax.{name}"
+    for name in ("add", "subtract", "multiply", "divide", "power", "maximum", "minimum")
 )
 #: layouts for which resize2d has a legalization
 RESIZE_LAYOUTS = ("NCHW", "NHWC")
@@ -53,7 +59,7 @@ def convert_with_exceptions(mod: IRModule, layouts: Mapping[str, Sequence[str]])
         if isinstance(binding, relax.MatchCast):
             return [relax.VarBinding(binding.var, hide_cast(binding))]
         if not keeps_layout(call):
-            return split_clip(binding)
+            return split_clip(flatten_number(binding))
         name = relax.ExternFunc(f"{HIDDEN}{len(hidden)}")
         hidden.append(call)
         packed = Call(Op.get(CALL_PACKED), [name, *call.args], None, [call.ty])
@@ -126,6 +132,23 @@ def has_computed_size(ty: Type) -> bool:
     if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
         return False
     return any(not isinstance(size, tirx.Var | tirx.IntImm) for size in ty.shape.values)
+
+
+def flatten_number(binding: relax.Binding) -> relax.Binding:
+    """Give a constant with one number, beside a tensor of at least its rank, the rank 0.
+
+    ConvertLayout keeps the original layout where operands have different ranks, but for rank 0.
+    """
+    call = binding.value
+    if op_name(call) not in TWO_OPERANDS:
+        return binding
+    for at, other in ((0, 1), (1, 0)):
+        value, rank = constant_value(call.args[at]), call.args[other].ty.ndim
+        if value is not None and value.size == 1 and 0 < value.ndim <= rank:
+            operands = list(call.args)
+            operands[at] = relax.const(value.reshape(()), str(value.dtype))
+            return rebind(binding, Call(call.op, operands, call.attrs, call.ty_args))
+    return binding
 
 
 def split_clip(binding: relax.Binding) -> Sequence[relax.Binding]:

@@ -44,6 +44,9 @@ BETWEEN = {
     "take": lambda emit, x: op.take(x, relax.const(np.array([3, -3, 0, 1], "int64")), 1),
     "ones_like": lambda emit, x: op.ones_like(x),
     "reflected pad": lambda emit, x: op.nn.pad(x, [0, 0, 0, 0, 2, 1, 1, 3], "reflect"),
+    "a number of rank 1": lambda emit, x: op.divide(
+        emit("scaled", op.multiply(emit.constant(1), x)), emit.constant(1, 1)
+    ),
     "broadcast from the right": lambda emit, x: op.multiply(x, op.mean(x, [0])),
 }
 
