@@ -229,6 +229,23 @@ def test_broadcast__of_sizes_that_do_not_fit():
         compiled.machine["main"](*given)
 
 
+def test_broadcasts__a_size_that_is_never_one_is_the_size_of_the_result():
+    nodes = [
+        helper.make_node("Concat", ["a", "a"], ["twice"], axis=0),
+        helper.make_node("Add", ["twice", "b"], ["y"]),
+    ]
+    inputs = {"a": ("float32", ["N", 3]), "b": ("float32", ["M", 3])}
+    compiled = Compiled(make_model(nodes, inputs, 13))
+    (size, _) = compiled.mod["main"].ret_ty.shape.values
+    assert [var.name for var in tvm.tirx.analysis.undefined_vars(size)] == ["N"]
+    for n, m in ((1, 1), (1, 2), (3, 1), (2, 4)):
+        compiled.check({"a": draw("Add", (n, 3)), "b": draw("Add", (m, 3))})
+    for n, m in ((2, 2), (1, 3), (1, 4)):
+        given = [tvm.runtime.tensor(draw("", (size, 3))) for size in (n, m)]
+        with pytest.raises(ValueError, match="sizes do not fit"):
+            compiled.machine["main"](*given)
+
+
 def test_broadcasts__behind_a_product_of_unknown_width():
     """max(N, C), which TVM's passes do not compile, is a size of the run time."""
     nodes = [

@@ -16,7 +16,7 @@ from tvm import relax, tirx
 
 from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.sizes import count_sizes, emit_shape, read_sizes
-from relayquant.formats.readers.onnx.symbolic import larger
+from relayquant.formats.readers.onnx.symbolic import is_never_one, larger
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.rewrite.graph import static_size
 
@@ -61,7 +61,7 @@ def list_sizes(data: relax.Expr) -> list[Size]:
 
 
 def merge_sizes(one: Size, other: Size) -> Size:
-    """Return the size that two sizes of an axis are broadcast to. A known size other than 1 wins.
+    """Return the size that two sizes of an axis are broadcast to. A size that is never 1 wins.
 
     Raises:
         Refusal: both are known and different, and none is 1.
@@ -75,7 +75,8 @@ def merge_sizes(one: Size, other: Size) -> Size:
         raise Refusal(f"its sizes {one} and {other} do not fit; allowed: equal sizes, and 1")
     if any(known):
         return one if known[0] else other
-    return larger(one, other)
+    sure = [size for size in (one, other) if is_never_one(size)]
+    return sure[0] if sure else larger(one, other)
 
 
 def is_same(one: Size, other: Size) -> bool:

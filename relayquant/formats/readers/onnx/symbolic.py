@@ -82,6 +82,13 @@ def find_bounds(element: Element) -> tuple[int, int]:
     return bound.min_value, bound.max_value
 
 
+def is_never_one(element: Element) -> bool:
+    """Return whether a size differs from 1 in every run, such as 2 * n or n + 2."""
+    if isinstance(element, int):
+        return element != 1
+    return bool(_analyze(element).can_prove(tirx.NE(element, tirx.const(1, "int64"))))
+
+
 def _analyze(element: tirx.Expr) -> Analyzer:
     return assume_sizes(tirx.analysis.undefined_vars(element))
 
