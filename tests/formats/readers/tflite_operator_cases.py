@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ SAME, VALID = 0, 1
 @dataclass(frozen=True)
 class Case:
     """A call. `expected` makes the outputs of the operands; `scales` are (scale, zero point) of
-    the operands and, last, of all outputs; operands that are left out are None.
+    the operands and, last, of all outputs; operands that are left out are None. `is_stored`:
+    it is the same for the integers as they are stored, whatever the scales are.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Case:
     scales: Sequence[tuple[float, int] | None] = ()
     atol: float = 1e-5
     dims: Sequence[int] | None = None
+    is_stored: bool = False
 
     def __str__(self) -> str:
         """What tells it from others of the table."""
@@ -45,6 +47,11 @@ class Case:
 
     def results(self) -> list[Array]:
         """What the outputs are."""
+        if self.is_stored:
+            made = self.expected(*self.operands)
+            return [
+                np.asarray(each) for each in (made if isinstance(made, tuple | list) else [made])
+            ]
         values = [
             each
             if scale is None or each is None
@@ -90,7 +97,7 @@ class Case:
         results = self.results()
         outputs = [f"y{at}" for at in range(len(results))]
         for name, each in zip(outputs, results, strict=True):
-            scale = self.scales[-1] if self.scales else None
+            scale = self.scales[-1] if self.scales and each.dtype != "int32" else None
             tensors.append(Tensor(name, each.shape, str(each.dtype), None, None, scale))
         call = Operator(self.kind, names, outputs, self.options, self.fields)
         write_model(path, tensors, [call], list(inputs), outputs)
@@ -632,7 +639,7 @@ def shape_cases() -> Iterator[Case]:
     yield Case(
         "SPARSE_TO_DENSE", [ints(1, 3), ints([5]), np.float32(2), np.float32(0)], sparse_to_dense
     )
-    yield Case("MATRIX_DIAG", [numbers(2, 3)], lambda x: x[..., None] * np.eye(3, dtype="float32"))
+    yield Case("MATRIX_DIAG", [numbers(2, 3)], lambda x: x[..., None] * np.eye(3, dtype=x.dtype))
     yield Case("MATRIX_SET_DIAG", [numbers(2, 3, 4), numbers(2, 3)], set_diagonal)
     yield Case("EMBEDDING_LOOKUP", [ints(2, 0, 1), numbers(3, 4)], lambda i, w: w[i])
     for combiner in (0, 1, 2):
@@ -1419,8 +1426,67 @@ MOVED = frozenset(
 )  # fmt: skip
 
 
+#: Operators whose kernels read integers as they are stored, whatever their scales are.
+STORED = frozenset(
+    {
+        "DEPTH_TO_SPACE", "DILATE", "DYNAMIC_UPDATE_SLICE", "EMBEDDING_LOOKUP", "FLOOR_DIV",
+        "FLOOR_MOD", "GATHER", "GATHER_ND", "MATRIX_DIAG", "MATRIX_SET_DIAG", "MAXIMUM", "MINIMUM",
+        "NEG", "ONE_HOT", "RESHAPE", "REVERSE_SEQUENCE", "REVERSE_V2", "SCATTER_ND", "SELECT",
+        "SELECT_V2", "SLICE", "SPACE_TO_DEPTH", "SPARSE_TO_DENSE", "SPLIT", "SPLIT_V", "SQUEEZE",
+        "STRIDED_SLICE", "TILE", "TOPK_V2", "TRANSPOSE", "RESIZE_NEAREST_NEIGHBOR",
+    }
+)  # fmt: skip
+
+#: Two scales that differ by less than 1e-5, as those of int16 may, and two that do not.
+SCALES = {"int16": ((2e-6, 0), (8e-6, 0), (5e-6, 0)), "int8": ((0.05, 3), (0.02, -9), (0.11, 40))}
+
+
+def stored_cases() -> Iterator[Case]:
+    """Calls of integers with another scale for each tensor."""
+    cases = [*unary_cases(), *binary_cases(), *shape_cases(), *network_cases()]
+    for case in cases:
+        floats = [each is not None and each.dtype == "float32" for each in case.operands]
+        if case.kind not in STORED or not any(floats):
+            continue
+        for dtype, (*scales, last) in SCALES.items():
+            if dtype == "int16" and case.kind in ("DEPTH_TO_SPACE", "ONE_HOT", "SPACE_TO_DEPTH"):
+                continue  # have no kernel
+            low = np.iinfo(dtype).min + 1
+            operands = [
+                integers(*each.shape, low=low, high=-low, dtype=dtype) if is_float else each
+                for each, is_float in zip(case.operands, floats, strict=True)
+            ]
+            if case.kind.startswith("FLOOR"):
+                operands[1] = np.where(operands[1] == 0, 3, operands[1]).astype(dtype)
+            given = [scales[at % 2] if is_float else None for at, is_float in enumerate(floats)]
+            yield replace(case, operands=operands, scales=[*given, last], is_stored=True)
+    for dtype, kind, fill in (("int8", "PAD", 40), ("int16", "PAD", 0)):
+        data = integers(2, 3, 4, dtype=dtype)
+        first, _, last = SCALES[dtype]
+        yield Case(
+            kind,
+            [data, ints([[0, 1], [2, 0], [1, 1]])],
+            lambda x, p, v=fill: np.pad(x, p, constant_values=v),
+            scales=[first, None, last],
+            is_stored=True,
+        )
+    first, second, last = SCALES["int16"]
+    yield Case(
+        "CONCATENATION",
+        [integers(2, 3, low=-32768, high=32767, dtype="int16")] * 2,
+        lambda a, b: np.concatenate([a, b], 1),
+        "ConcatenationOptions",
+        {"Axis": 1},
+        [first, second, last],
+        is_stored=True,
+    )
+    pair = [integers(2, 3), integers(2, 3)[::-1].copy()]
+    for kind, f in (("ADD", np.add), ("MULTIPLY", np.multiply), ("MAXIMUM", np.maximum)):
+        yield Case(f"STABLEHLO_{kind}", pair, f, scales=SCALES["int8"], is_stored=True)
+
+
 def all_cases() -> list[Case]:
     return [
         *unary_cases(), *binary_cases(), *reductions(), *shape_cases(), *network_cases(),
-        *stablehlo_cases(), *suppression_cases(), *quantized_cases(),
+        *stablehlo_cases(), *suppression_cases(), *quantized_cases(), *stored_cases(),
     ]  # fmt: skip

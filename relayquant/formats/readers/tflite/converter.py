@@ -7,7 +7,7 @@ floats only, and a check of the result types.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,21 +32,19 @@ from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype,
 
 FRONTEND = _tvm.load_tflite_frontend()
 
-#: Data movement operators: they do the same for integers and floats. TVM converts most of them for
-#: floats only.
-DATA_MOVEMENT = frozenset(
-    [
-        "BATCH_TO_SPACE_ND",
+#: Operators that move the integers as they are stored, whatever the scales of operands and result
+#: are, and operators that compare such integers. Each was compared with LiteRT.
+MOVED = frozenset(
+    {
         "BROADCAST_TO",
         "DEPTH_TO_SPACE",
         "DYNAMIC_UPDATE_SLICE",
-        "EXPAND_DIMS",
+        "EMBEDDING_LOOKUP",
         "GATHER",
         "GATHER_ND",
-        "MIRROR_PAD",
-        "PACK",
+        "MAXIMUM",
+        "MINIMUM",
         "PAD",
-        "PADV2",
         "RESHAPE",
         "RESIZE_NEAREST_NEIGHBOR",
         "REVERSE_SEQUENCE",
@@ -54,7 +52,6 @@ DATA_MOVEMENT = frozenset(
         "SELECT",
         "SELECT_V2",
         "SLICE",
-        "SPACE_TO_BATCH_ND",
         "SPACE_TO_DEPTH",
         "SPLIT",
         "SPLIT_V",
@@ -63,15 +60,74 @@ DATA_MOVEMENT = frozenset(
         "TILE",
         "TOPK_V2",
         "TRANSPOSE",
-        "UNPACK",
-    ]
+    }
 )
 
+#: Data movement operators for which TFLite's kernels ask for one scale. With several scales, they
+#: move the numbers that the integers stand for.
+MOVED_OF_ONE_SCALE = frozenset(
+    {
+        "BATCH_TO_SPACE_ND",
+        "EXPAND_DIMS",
+        "MIRROR_PAD",
+        "PACK",
+        "PADV2",
+        "SPACE_TO_BATCH_ND",
+        "UNPACK",
+    }
+)
+
+#: Operators that compute with the integers as they are stored. The result would need its operand's
+#: scale.
+ONE_SCALE = frozenset({"AVERAGE_POOL_2D", "MAX_POOL_2D", "RESIZE_BILINEAR"})
 #: Operators that read complex numbers, which are pairs along a last axis that the file lacks.
 COMPLEX = ("CAST", "COMPLEX_ABS", "IMAG", "REAL", "SQUEEZE")
 
-#: Operators that read integers as they are stored: their order, their shape, or the integers.
-STORED = frozenset({"ARG_MAX", "ARG_MIN", "CAST", "RANK", "SCATTER_ND", "SHAPE"})
+#: Operators that read integers as they are stored: their order, their shape, or the integers, also
+#: for arithmetic. What they fill with is the stored integer 0. Each was compared with LiteRT.
+STORED = frozenset(
+    {
+        "ARG_MAX",
+        "ARG_MIN",
+        "BITCAST",
+        "CAST",
+        "DILATE",
+        "FLOOR_DIV",
+        "FLOOR_MOD",
+        "HASHTABLE_LOOKUP",
+        "MATRIX_DIAG",
+        "MATRIX_SET_DIAG",
+        "NEG",
+        "ONE_HOT",
+        "RANK",
+        "SCATTER_ND",
+        "SHAPE",
+        "SPARSE_TO_DENSE",
+        "STABLEHLO_ADD",
+        "STABLEHLO_MAXIMUM",
+        "STABLEHLO_MINIMUM",
+        "STABLEHLO_MULTIPLY",
+        "STABLEHLO_PAD",
+    }
+)
+
+#: Operators that read integers of 8 bits, and most those of 16, as the numbers that they stand for.
+COMPARISONS = ("EQUAL", "GREATER", "GREATER_EQUAL", "LESS", "LESS_EQUAL", "NOT_EQUAL")
+SCALED = frozenset(
+    {
+        *COMPARISONS,
+        *("ABS", "ADD", "ATAN2", "AVERAGE_POOL_2D", "BATCH_MATMUL", "CONV_2D", "CONV_3D"),
+        *("CONV_3D_TRANSPOSE", "COS", "DEPTHWISE_CONV_2D", "DEQUANTIZE", "DIV", "ELU", "EXP"),
+        *("FULLY_CONNECTED", "GELU", "HARD_SWISH", "L2_NORMALIZATION", "L2_POOL_2D"),
+        *("LEAKY_RELU", "LOCAL_RESPONSE_NORMALIZATION", "LOG", "LOG_SOFTMAX", "LOGISTIC"),
+        *("MAX_POOL_2D", "MEAN", "MUL", "POW", "PRELU", "QUANTIZE", "RELU", "RELU6"),
+        *("RELU_0_TO_1", "RELU_N1_TO_1", "RESIZE_BILINEAR", "RSQRT", "SIN", "SOFTMAX", "SQRT"),
+        *("SQUARED_DIFFERENCE", "SUB", "SUM", "TAN", "TANH", "TRANSPOSE_CONV"),
+    }
+)
+
+#: Of these, operators that TFLite's kernels compute of int16 without a scale too.
+PLAIN_INT16 = frozenset({"ABS", "ADD", "MUL", *COMPARISONS})
 
 #: Fused activations that TFLite's kernels compute.
 CLAMPS = ("NONE", "RELU", "RELU_N1_TO_1", "RELU6")
@@ -124,6 +180,7 @@ class Converter(FRONTEND.OperatorConverter):
         prefix: Stands before the names of values of a graph that another graph calls.
         kind: The operator that is being converted.
         in_float: Whether it reads its quantized operands as floats.
+        is_raw: Whether it reads them as integers without a scale.
     """
 
     def __init__(
@@ -140,9 +197,10 @@ class Converter(FRONTEND.OperatorConverter):
         self.sources, self.found, self.sizes, self.prefix = sources, found, sizes, prefix
         self.frontend, self.variables = FRONTEND, found.variables
         self.kind = ""
-        self.in_float = False
+        self.in_float = self.is_raw = False
         self.number_types = {getattr(TensorType, name) for name in SIZES}
         self.complex_type = TensorType.COMPLEX64
+        self.integer_types = {getattr(TensorType, n.upper()): n for n in ("int8", "uint8", "int16")}
         table = OPERATORS | FLOW | dict.fromkeys(LAYERS, convert_layer)
         self.convert_map |= {kind: partial(f, self) for kind, f in table.items()}
 
@@ -155,10 +213,10 @@ class Converter(FRONTEND.OperatorConverter):
             if at >= 0:
                 value = self.find_value(at)
                 tensor.tensor = self.sizes.see(tensor.tensor, self.find_name(at), value)
-        for tensor in tensors if self.in_float else ():
+        for tensor in tensors if self.in_float or self.is_raw else ():
             if tensor.qnn_params is not None:
                 tensor.qnn_params = None
-                tensor.tensor = FloatTensor(tensor.tensor)
+                tensor.tensor = FloatTensor(tensor.tensor) if self.in_float else tensor.tensor
         return tensors
 
     def find_name(self, index: int) -> str:
@@ -269,9 +327,12 @@ class Converter(FRONTEND.OperatorConverter):
         self.kind = kind
         self.check_state(op, kind)
         self.check_complex(op, kind)
+        self.check_scales(op, kind)
         convert = partial(self.convert_map[kind], op=op)
-        quantized = self.is_quantized_call(op, kind)
-        value = self.convert_in_float(op, convert) if quantized else convert()
+        if self.is_quantized_call(op, kind):
+            value = self.convert_in_float(op, convert)
+        else:
+            value = self.convert_raw(convert) if self.is_raw_call(op, kind) else convert()
         if value is None:
             return
         value = self.bb.normalize(value)
@@ -316,6 +377,23 @@ class Converter(FRONTEND.OperatorConverter):
         tensors = [t for t in self.get_input_tensors(op) if t.tensor_idx >= 0]
         if kind not in COMPLEX and any(map(self.is_complex, tensors)):
             raise Refusal(f"it reads complex numbers; supported: {', '.join(COMPLEX)}")
+
+    def check_scales(self, op: Any, kind: str) -> None:
+        """Raise Refusal for integers without the scale, or with other scales than the operator
+        needs.
+        """
+        tensors = [t for t in self.get_input_tensors(op) if t.tensor_idx >= 0]
+        results = self.get_output_tensors(op)
+        for tensor in [*tensors, *results] if kind in SCALED else ():
+            dtype = self.integer_types.get(tensor.tensor.Type(), "")
+            is_plain = dtype == "int16" and kind in PLAIN_INT16
+            if dtype and tensor.qnn_params is None and not is_plain:
+                name = self.find_name(tensor.tensor_idx)
+                raise Refusal(f"its tensor {name!r} is {dtype} without a scale; supported: a scale")
+        both = tensors[:1] + results if kind in ONE_SCALE else []
+        if all(t.qnn_params for t in both) and not self.have_one_scale(both):
+            have, want = (describe_scale(t.qnn_params) for t in both)
+            raise Refusal(f"its operand has {have}, its result {want}; supported: the same")
 
     def is_complex(self, tensor: Any) -> bool:
         return tensor.tensor.Type() == self.complex_type
@@ -380,13 +458,55 @@ class Converter(FRONTEND.OperatorConverter):
         operands = [t for t in self.get_input_tensors(op) if t.tensor_idx >= 0]
         results = self.get_output_tensors(op)
         quantized = [t for t in [*operands, *results] if t.qnn_params is not None]
-        if not quantized or kind in STORED or kind in FLOW:
+        if not quantized or kind in STORED or kind in FLOW or self.is_raw_call(op, kind):
             return False
         if not any(t.qnn_params for t in (operands[0], *results)):
             return True
-        if kind in DATA_MOVEMENT:
-            return not all(self.has_same_qnn_params(quantized[0], t) for t in quantized)
+        if kind in MOVED:
+            return False
+        if kind in MOVED_OF_ONE_SCALE:
+            return not self.have_one_scale(quantized)
         return kind not in self._SUPPORTED_QUANTIZED_OPS or kind == "AVERAGE_POOL_2D"
+
+    def is_raw_call(self, op: Any, kind: str) -> bool:
+        """Return whether an operator is converted as one of integers without a scale.
+
+        With one scale, MAXIMUM and MINIMUM stay operators between dequantize and quantize, which
+        the stages know; PAD needs the zero point.
+        """
+        if kind in STORED or kind == "PAD":
+            return kind in STORED
+        operands = [t for t in self.get_input_tensors(op) if t.tensor_idx >= 0]
+        results = self.get_output_tensors(op)
+        scaled = [t for t in [*operands, *results] if t.qnn_params]
+        is_short = [self.integer_types.get(t.tensor.Type()) == "int16" for t in results]
+        if kind not in MOVED and not (kind == "CONCATENATION" and all(is_short)):
+            return False
+        return not (results[0].qnn_params and self.have_one_scale(scaled))
+
+    def have_one_scale(self, tensors: Sequence[Any]) -> bool:
+        """Return whether quantized tensors have the same scale and zero point."""
+        return all(self.has_same_qnn_params(tensors[0], t) for t in tensors[1:])
+
+    def has_same_qnn_params(self, lhs_tensor: Any, rhs_tensor: Any) -> bool:
+        """Return whether two tensors have the same scales and zero points. To TVM, scales that
+        differ by less than 1e-5 are the same, as two scales of int16 may.
+        """
+        left, right = (
+            [t.qnn_params[name].value.numpy() for name in ("scale", "zero_point")]
+            for t in (lhs_tensor, rhs_tensor)
+        )
+        return np.array_equal(left[1], right[1]) and (
+            left[0].shape == right[0].shape and np.allclose(left[0], right[0], rtol=1e-5, atol=0)
+        )
+
+    def convert_raw(self, convert: Any) -> relax.Expr:
+        """Convert an operator of the integers as they are stored."""
+        self.is_raw = True
+        try:
+            return convert()
+        finally:
+            self.is_raw = False
 
     @contextmanager
     def replaced(self, tensor: Any, value: relax.Expr) -> Iterator[None]:
@@ -425,6 +545,12 @@ class Converter(FRONTEND.OperatorConverter):
             for field, tensor in zip(fields, results, strict=True)
         ]
         return relax.Tuple(fields) if is_tuple else fields[0]
+
+
+def describe_scale(params: Any) -> str:
+    """Return the scale and the zero point of a tensor as text."""
+    scale, zero = (params[name].value.numpy() for name in ("scale", "zero_point"))
+    return f"the scale {scale.ravel()[0]:.6g} and the zero point {zero.ravel()[0]}"
 
 
 def as_list(indices: Any) -> list[int]:

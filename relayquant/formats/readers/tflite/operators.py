@@ -395,6 +395,18 @@ def convert_select(converter: Any, op: Any) -> relax.Expr:
     return relax.op.where(condition, yes, no)
 
 
+def convert_pad(converter: Any, op: Any) -> relax.Expr:
+    """Convert PAD and PADV2 with known pads. PAD fills with the zero point of its result."""
+    value = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
+    (result,) = converter.get_output_tensors(op)
+    fill = 0
+    if op.InputsLength() > 2:
+        fill = read_constant(converter, op, 2).item()
+    elif result.qnn_params:
+        fill = result.qnn_params["zero_point"].value.numpy().item()
+    return relax.op.nn.pad(value, read_constant(converter, op, 1).ravel().tolist(), pad_value=fill)
+
+
 def convert_mirror_pad(converter: Any, op: Any) -> relax.Expr:
     """Convert MIRROR_PAD that repeats the edge to R.take along each axis. R.nn.pad cannot repeat
     the edge.
@@ -697,6 +709,8 @@ OPERATORS: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
     "MULTINOMIAL": refuse_random,
     "NON_MAX_SUPPRESSION_V4": convert_suppression,
     "NON_MAX_SUPPRESSION_V5": convert_suppression,
+    "PAD": convert_pad,
+    "PADV2": convert_pad,
     "PRELU": convert_prelu,
     "RANDOM_STANDARD_NORMAL": refuse_random,
     "RANDOM_UNIFORM": refuse_random,
