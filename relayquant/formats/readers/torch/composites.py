@@ -396,8 +396,13 @@ def write_searchsorted(
 
 
 def write_any(data: Any) -> Any:
-    """Write any as: the count of non-zero elements is more than 0."""
-    return data.ne(0).sum().ne(0)
+    """Write any as: the count of non-zero elements is more than 0. Bytes give bytes, as in
+    PyTorch.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    result = data.ne(0).sum().ne(0)
+    return result.to(data.dtype) if data.dtype == torch.uint8 else result
 
 
 def write_bucketize(

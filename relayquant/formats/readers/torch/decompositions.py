@@ -212,13 +212,14 @@ def scale_operand(operator: Any, own: Decomposition) -> Decomposition:
 
 
 def read_truth(operator: Any, own: Decomposition) -> Decomposition:
-    """Convert any(x) to any(x != 0)."""
+    """Convert any(x) to any(x != 0). Bytes give bytes, as in PyTorch."""
     import torch  # pyright: ignore[reportMissingImports]
 
     def decompose(data: Any, *args: Any, **kwargs: Any) -> Any:
         if data.dtype == torch.bool:
             return own(data, *args, **kwargs)
-        return operator(data.ne(0), *args, **kwargs)
+        result = operator(data.ne(0), *args, **kwargs)
+        return result.to(data.dtype) if data.dtype == torch.uint8 else result
 
     return decompose
 

@@ -15,7 +15,6 @@ from tvm import relax, tirx
 from relayquant.formats.readers.elu import emit_elu, scalar
 from relayquant.formats.readers.indices import take_largest
 from relayquant.formats.readers.refusal import Refusal
-from relayquant.formats.readers.resize import Axis, Sampling, emit_resize
 from relayquant.formats.readers.torch.arguments import Convert, read_arguments
 from relayquant.formats.readers.torch.indexing import (
     convert_gather,
@@ -37,7 +36,8 @@ from relayquant.formats.readers.torch.products import (
     convert_convolution,
     convert_matmul,
 )
-from relayquant.ir.rewrite.graph import tensor_shape
+from relayquant.formats.readers.torch.signature import read_array
+from relayquant.formats.readers.torch.upsampling import UPSAMPLES, convert_upsample
 
 
 def convert_sym_max(node: Any, importer: Any) -> Any:
@@ -90,46 +90,6 @@ def convert_elu(node: Any, importer: Any) -> relax.Expr:
     return importer.block_builder.emit(relax.op.multiply(total, scalar(scale, total)))
 
 
-def convert_upsample(node: Any, importer: Any) -> relax.Expr:
-    """Convert upsample_{nearest, bilinear, bicubic}2d(x, size or scales) in the same way as ONNX's
-    Resize.
-
-    A given scale is used for the coordinates, not the ratio of the rounded sizes. An antialiased
-    kernel ends at the border, and its cubic parameter is a = -0.5, without antialias a = -0.75.
-
-    Raises:
-        Refusal: the size is symbolic, or align_corners is set with antialias.
-    """
-    mode, is_antialiased = UPSAMPLES[str(node.target).removeprefix("aten.")]
-    names = [argument.name for argument in node.target._schema.arguments]
-    operand, sizes = read_arguments(node, names[0], "output_size")
-    if "scale_factors" in names:
-        (factors,) = read_arguments(node, "scale_factors")
-    else:
-        factors = read_arguments(node, "scales_h", "scales_w")
-    aligned = "align_corners" in names and read_arguments(node, "align_corners")[0]
-    if aligned and is_antialiased:
-        raise Refusal(f"{node.name} has antialias and align_corners; supported: one of them")
-    data = importer.env[operand]
-    axes = []
-    for k, size in enumerate((tensor_shape(data) or ())[2:]):
-        if not isinstance(size, int) or (sizes and not isinstance(sizes[k], int)):
-            raise Refusal(f"{node.name} has a symbolic size; supported: fixed height and width")
-        factor = factors[k] if factors else None
-        result = int(sizes[k]) if sizes else math.floor(size * float(factor or 1.0))
-        scale = float(factor) if factor and not aligned else result / size
-        axes.append(Axis(k + 2, size, result, scale))
-    sampling = Sampling(
-        mode,
-        "align_corners" if aligned else "asymmetric" if mode == "nearest" else "half_pixel",
-        "floor",
-        -0.5 if is_antialiased else -0.75,
-        is_antialiased,
-        antialias=is_antialiased,
-    )
-    return emit_resize(importer.block_builder, data, axes, sampling)
-
-
 def convert_grid_sample(node: Any, importer: Any) -> relax.Expr:
     """Convert grid_sampler_2d(x, grid [n, height, width, 2]) to R.image.grid_sample, whose grid has
     the coordinates on axis 1.
@@ -180,22 +140,22 @@ def convert_view(node: Any, importer: Any) -> relax.Expr:
     return importer._emit_torch_reshape(data, sizes)
 
 
-def convert_cumsum(node: Any, importer: Any) -> relax.Expr:
-    """Convert cumsum(x, dim, dtype) to R.cumsum in the result's dtype: integers are summed as
-    int64. A number is its own sum.
+def convert_cumulative(node: Any, importer: Any) -> relax.Expr:
+    """Convert cumsum(x, dim, dtype) to R.cumsum and cumprod to R.cumprod, in the result's dtype:
+    integers become int64.
     """
     (dim,) = read_arguments(node, "dim")
-    data = read_as_result(node, importer)
-    return importer.block_builder.emit(relax.op.cumsum(data, int(dim))) if data.ty.ndim else data
+    accumulate = relax.op.cumsum if "cumsum" in str(node.target) else relax.op.cumprod
+    return importer.block_builder.emit(accumulate(read_as_result(node, importer), int(dim)))
 
 
 def convert_prod(node: Any, importer: Any) -> relax.Expr:
-    """Convert prod(x, dim, keepdim, dtype) to R.prod in the result's dtype: integers become
-    int64.
+    """Convert prod(x, dim, keepdim, dtype) to R.prod in the result's dtype: integers become int64.
+    No dim means all.
     """
-    dim, keepdims = read_arguments(node, "dim", "keepdim")
-    product = relax.op.prod(read_as_result(node, importer), int(dim), bool(keepdims))
-    return importer.block_builder.emit(product)
+    is_whole = str(node.target) == "aten.prod.default"
+    dim, keepdims = (None, False) if is_whole else read_arguments(node, "dim", "keepdim")
+    return importer.block_builder.emit(relax.op.prod(read_as_result(node, importer), dim, keepdims))
 
 
 def read_as_result(node: Any, importer: Any) -> relax.Expr:
@@ -256,6 +216,21 @@ def emit_number(importer: Any, value: float, shape: Any, dtype: str) -> relax.Ex
     return importer.block_builder.emit(relax.op.broadcast_to(relax.const(value, dtype), shape))
 
 
+def convert_arange(node: Any, importer: Any) -> relax.Expr:
+    """Convert arange(start, end, step) to R.arange. One of floats or with a negative step becomes a
+    constant of PyTorch's values, because TVM counts its elements wrongly.
+    """
+    numbers = read_arguments(node, "start", "end", "step")
+    is_fixed = all(isinstance(each, int | float) for each in numbers)
+    if not is_fixed or (all(isinstance(each, int) for each in numbers) and numbers[2] > 0):
+        return importer._arange(node)
+    import torch  # pyright: ignore[reportMissingImports]
+
+    dtype = result_dtype(node)
+    values = torch.arange(*numbers, dtype=getattr(torch, dtype))
+    return importer.block_builder.emit(relax.const(read_array(values), dtype))
+
+
 def convert_clamp(node: Any, importer: Any) -> relax.Expr:
     """Convert clamp(x, low, high) to R.clip.
 
@@ -275,15 +250,6 @@ def convert_clamp(node: Any, importer: Any) -> relax.Expr:
     bound = relax.const(int(low if high is None else high), dtype)
     return emit((relax.op.minimum if low is None else relax.op.maximum)(data, bound))
 
-
-#: operator of PyTorch -> (mode of Resize, antialias)
-UPSAMPLES = {
-    "upsample_nearest2d.vec": ("nearest", False),
-    "upsample_bilinear2d.vec": ("linear", False),
-    "upsample_bicubic2d.vec": ("cubic", False),
-    "_upsample_bilinear2d_aa.default": ("linear", True),
-    "_upsample_bicubic2d_aa.default": ("cubic", True),
-}
 
 #: names of operators that shift the bits of integers
 SHIFTS = (
@@ -311,8 +277,8 @@ OPERATORS: dict[str, Convert] = {
     "grid_sampler_2d.default": convert_grid_sample,
     "native_group_norm.default": convert_group_norm,
     **dict.fromkeys(("view.default", "reshape.default"), convert_view),
-    "cumsum.default": convert_cumsum,
-    "prod.dim_int": convert_prod,
+    **dict.fromkeys(("cumsum.default", "cumprod.default"), convert_cumulative),
+    **dict.fromkeys(("prod.default", "prod.dim_int"), convert_prod),
     **dict.fromkeys(SHIFTS, convert_shift),
     "convolution.default": convert_convolution,
     **dict.fromkeys(("mm.default", "bmm.default"), convert_matmul),
@@ -334,6 +300,7 @@ OPERATORS: dict[str, Convert] = {
     "scatter_add.default": convert_scatter,
     "scatter_reduce.two": convert_scatter,
     **{f"max_pool{rank}d_with_indices.default": convert_max_pool for rank in (1, 2, 3)},
+    "arange.start_step": convert_arange,
     "clamp.default": convert_clamp,
     **dict.fromkeys(("full.default", "full_like.default", "fill.Scalar"), convert_fill),
     **dict.fromkeys(UPSAMPLES, convert_upsample),

@@ -41,7 +41,7 @@ from relayquant.formats.readers.torch.signature import (
     take_state,
 )
 from relayquant.ir.rewrite.editor import Editor
-from relayquant.ir.rewrite.graph import call_name, tensor_dtype
+from relayquant.ir.rewrite.graph import call_name, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.moves import MOVES
 
 #: Products, whose result TVM's frontend makes float32, and a norm that has several results.
@@ -239,7 +239,8 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
             value = importer.block_builder.emit(value)
         refuse_missing_results(node, value)
         if is_narrow and rounds_often(importer, node, value):
-            return convert_widened(importer, convert, node, *more)
+            value = convert_widened(importer, convert, node, *more)
+        refuse_other_type(node, value)
         return value
     except ModelError:
         raise  # an error of a node in a branch
@@ -262,6 +263,31 @@ def refuse_missing_results(node: Any, value: Any) -> None:
     asked = sorted({user.args[1] for user in items} - {0})
     if asked:
         raise Refusal(f"{node.name} is asked for its results {asked}; supported: the first one, 0")
+
+
+def refuse_other_type(node: Any, value: Any) -> None:
+    """Raise Refusal if a tensor has another dtype, rank or fixed size than PyTorch computes: then
+    its values are others, too.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    wanted = node.meta.get("val")
+    if not isinstance(wanted, torch.Tensor) or not is_tensor(value):
+        return
+    dtype, shape = result_dtype(node), tensor_shape(value)
+    is_same_form = shape is None or (
+        len(shape) == wanted.ndim
+        and all(
+            size == known
+            for size, known in zip(shape, wanted.shape, strict=True)
+            if isinstance(size, int) and isinstance(known, int)
+        )
+    )
+    if dtype != tensor_dtype(value) or not is_same_form:
+        raise Refusal(
+            f"{node.name} would become {tensor_dtype(value)} {shape}, and is {dtype} "
+            f"{tuple(wanted.shape)} in PyTorch; supported: the form of PyTorch"
+        )
 
 
 def is_tensor(value: Any) -> bool:

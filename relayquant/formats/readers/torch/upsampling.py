@@ -1,0 +1,111 @@
+"""PyTorch reader: upsampling, which PyTorch also calls interpolation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from relayquant.formats.readers.refusal import Refusal
+from relayquant.formats.readers.resize import (
+    Axis,
+    Sampling,
+    emit_resize,
+    find_coordinates,
+    find_weights,
+)
+from relayquant.formats.readers.torch.arguments import read_arguments
+from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
+
+#: operator of PyTorch -> (mode of Resize, antialias)
+UPSAMPLES = {
+    "upsample_nearest2d.vec": ("nearest", False),
+    "upsample_bilinear2d.vec": ("linear", False),
+    "upsample_bicubic2d.vec": ("cubic", False),
+    "_upsample_bilinear2d_aa.default": ("linear", True),
+    "_upsample_bicubic2d_aa.default": ("cubic", True),
+}
+
+
+def convert_upsample(node: Any, importer: Any) -> relax.Expr:
+    """Convert upsample_{nearest, bilinear, bicubic}2d(x, size or scales) in the same way as ONNX's
+    Resize.
+
+    A given scale is used for the coordinates, not the ratio of the rounded sizes. An antialiased
+    kernel ends at the border, and its cubic parameter is a = -0.5, without antialias a = -0.75.
+
+    Bytes are interpolated with integer weights, see `resize_bytes`.
+
+    Raises:
+        Refusal: the size is symbolic, or align_corners is set with antialias.
+    """
+    mode, is_antialiased = UPSAMPLES[str(node.target).removeprefix("aten.")]
+    names = [argument.name for argument in node.target._schema.arguments]
+    operand, sizes = read_arguments(node, names[0], "output_size")
+    if "scale_factors" in names:
+        (factors,) = read_arguments(node, "scale_factors")
+    else:
+        factors = read_arguments(node, "scales_h", "scales_w")
+    aligned = "align_corners" in names and read_arguments(node, "align_corners")[0]
+    if aligned and is_antialiased:
+        raise Refusal(f"{node.name} has antialias and align_corners; supported: one of them")
+    data = importer.env[operand]
+    axes = []
+    for k, size in enumerate((tensor_shape(data) or ())[2:]):
+        if not isinstance(size, int) or (sizes and not isinstance(sizes[k], int)):
+            raise Refusal(f"{node.name} has a symbolic size; supported: fixed height and width")
+        factor = factors[k] if factors else None
+        result = int(sizes[k]) if sizes else math.floor(size * float(factor or 1.0))
+        scale = float(factor) if factor and not aligned else result / size
+        axes.append(Axis(k + 2, size, result, scale))
+    sampling = Sampling(
+        mode,
+        "align_corners" if aligned else "asymmetric" if mode == "nearest" else "half_pixel",
+        "floor",
+        -0.5 if is_antialiased else -0.75,
+        is_antialiased,
+        antialias=is_antialiased,
+    )
+    if mode != "nearest" and tensor_dtype(data) == "uint8":
+        return resize_bytes(importer.block_builder, data, axes, sampling)
+    return emit_resize(importer.block_builder, data, axes, sampling)
+
+
+def resize_bytes(
+    bb: relax.BlockBuilder, data: relax.Expr, axes: Sequence[Axis], sampling: Sampling
+) -> relax.Expr:
+    """Emit a linear or cubic resize of uint8 data, with PyTorch's bits: the width first, then the
+    height.
+
+    Along each axis the weights are integers of 16 bits, `weight * 2**bits`, with as many bits as
+    fit. The result is rounded half up and clipped to a byte (PyTorch, UpSampleKernel.cpp).
+    """
+    for axis in reversed(axes):
+        if axis.size == axis.result:
+            continue
+        coordinates, _ = find_coordinates(axis, sampling.coordinates)
+        weights = find_weights(axis, coordinates, sampling)
+        bits = next(
+            n for n in range(23) if n == 22 or round_up(weights.max() * 2 ** (n + 1)) >= 2**15
+        )
+        scaled = weights * 2**bits
+        matrix = np.where(scaled < 0, -round_up(-scaled), round_up(scaled)).astype("int32")
+        last = [*(at for at in range(data.ty.ndim) if at != axis.at), axis.at]
+        moved = bb.emit(relax.op.permute_dims(bb.emit(relax.op.astype(data, "int32")), last))
+        total = bb.emit(
+            relax.op.matmul(moved, relax.const(np.ascontiguousarray(matrix.T), "int32"))
+        )
+        half = bb.emit(relax.op.add(total, relax.const(2 ** (bits - 1), "int32")))
+        value = bb.emit(relax.op.right_shift(half, relax.const(bits, "int32")))
+        back = [int(at) for at in np.argsort(last)]
+        value = bb.emit(relax.op.permute_dims(bb.emit(relax.op.clip(value, 0, 255)), back))
+        data = bb.emit(relax.op.astype(value, "uint8"))
+    return data
+
+
+def round_up(value: np.ndarray) -> np.ndarray:
+    """Round half up."""
+    return np.floor(value + 0.5)
