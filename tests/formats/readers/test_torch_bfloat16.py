@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm
 
 import relayquant as rq
 
@@ -48,15 +49,29 @@ FUNCTIONS = {
     "rest of a division": lambda x, y: torch.fmod(x, y),
     "cosine": lambda x, y: F.cosine_similarity(x, y),
     "average pool": lambda x, y: F.avg_pool2d(x.reshape(1, 4, 8, 8), 2),
+    "scaled sum": lambda x, y: torch.add(x, y, alpha=0.3) + torch.sub(x, 1.3, alpha=0.7),
+    "scaled difference": lambda x, y: torch.rsub(x, y, alpha=1.7) * torch.rsub(x, 2.3, alpha=0.3),
+    "times a number": lambda x, y: x * 0.3 + y / 0.7 - 0.1 / x,
+    "hypotenuse": torch.hypot,
+    "sum with a product": lambda x, y: torch.addmv(x[0], y, x[1]),
+    "quotient cut off": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "quotient by a number": lambda x, y: torch.div(x, 0.3, rounding_mode="trunc") + y // 0.7,
+    "cube": lambda x, y: x**3 + y**-2,
+    "times a power of 2": lambda x, y: torch.ldexp(x, PLACES.int()),
+    "product of all": lambda x, y: x[0, :6].prod() + y.prod(1),
+    "mean of scattered": lambda x, y: x.scatter_reduce(1, PLACES.repeat(16, 1)[:, :3], y, "mean"),
 }
+#: Of them, those that float16 has with PyTorch's bits, too.
+HALVES = (
+    *("scaled sum", "scaled difference", "times a number", "hypotenuse", "quotient cut off"),
+    *("sum", "mean", "softmax", "layer norm", "variance", "exp", "average pool", "batch norm"),
+)
 
 
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_bfloat16__as_pytorch_computes_it(name):
+def assert_pytorchs_bits(function, dtype):
     class Model(torch.nn.Module):
         def forward(self, x, y):
-            return FUNCTIONS[name](x.to(torch.bfloat16), y.to(torch.bfloat16)).float()
+            return function(x.to(dtype), y.to(dtype)).float()
 
     numbers = torch.Generator().manual_seed(0)
     inputs = tuple(2 * torch.randn(16, 16, generator=numbers) for _ in range(2))
@@ -66,3 +81,49 @@ def test_bfloat16__as_pytorch_computes_it(name):
     np.testing.assert_array_equal(rq.reference.run((mod, params), arrays)[0], expected)
     compiled = rq.Executor(rq.compile((mod, params))).run("main", arrays)[0]
     np.testing.assert_array_equal(compiled, expected)
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_bfloat16__as_pytorch_computes_it(name):
+    assert_pytorchs_bits(FUNCTIONS[name], torch.bfloat16)
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("name", HALVES)
+def test_float16__as_pytorch_computes_it(name):
+    assert_pytorchs_bits(FUNCTIONS[name], torch.float16)
+
+
+def test_float16__of_sums_beyond_its_range():
+    """The sum is 80000 and float16 ends at 65504. PyTorch sums in float32."""
+    x = torch.full((1, 800), 100.0, dtype=torch.float16)
+
+    class Mean(torch.nn.Module):
+        def forward(self, x):
+            return x.mean(1), torch.nn.functional.avg_pool1d(x, 800), x.var(1, correction=0)
+
+    model = rq.load(torch.export.export(Mean(), (x,)))
+    compiled = rq.Executor(rq.compile(model)).run("main", [x.numpy()])
+    for found in (rq.reference.run(model, [x.numpy()]), compiled):
+        assert [float(each.reshape(())) for each in found] == [100.0, 100.0, 0.0]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_of_bfloat16__as_near_as_pytorch(is_causal):
+    """To the result in float64: PyTorch rounds the probabilities, too."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    numbers = torch.Generator().manual_seed(0)
+    inputs = [2 * torch.randn(1, 2, 16, 16, generator=numbers).bfloat16() for _ in range(3)]
+    program = torch.export.export(Attention(), tuple(inputs))
+    arrays = [tvm.runtime.from_dlpack(each).numpy() for each in inputs]
+    exact = Attention()(*(each.double() for each in inputs)).numpy()
+    (found,) = rq.reference.run(rq.load(program), arrays)
+    allowed = np.abs(Attention()(*inputs).double().numpy() - exact)
+    distance = np.abs(found.astype("float64") - exact)
+    assert distance.max() <= allowed.max()
+    assert distance.mean() <= allowed.mean()

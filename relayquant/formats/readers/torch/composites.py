@@ -283,7 +283,20 @@ def write_hypot(first: Any, second: Any) -> Any:
 
 def write_ldexp(data: Any, exponent: Any) -> Any:
     """Write ldexp(x, e) as x * 2 ** e."""
-    return data * 2.0**exponent
+    import torch  # pyright: ignore[reportMissingImports]
+
+    dtype, result = torch.result_type(data, exponent), data * 2.0**exponent
+    return result.to(dtype) if dtype.is_floating_point else result
+
+
+def write_pow(data: Any, exponent: Any) -> Any:
+    """Write pow(x, 3) and pow(x, -2) of bfloat16 as products: PyTorch rounds each of them."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if data.dtype != torch.bfloat16 or exponent not in (3, -2):
+        return NotImplemented
+    square = data * data
+    return square * data if exponent == 3 else square.reciprocal()
 
 
 def write_masked_scatter(data: Any, mask: Any, source: Any) -> Any:
@@ -539,6 +552,7 @@ COMPOSITES: dict[str, Composite] = {
     "masked_scatter.default": write_masked_scatter,
     "_native_batch_norm_legit.no_stats": write_norm_of_batch,
     "one_hot.default": write_one_hot,
+    "pow.Tensor_Scalar": write_pow,
     "remainder.Scalar_Tensor": write_remainder,
     "repeat.default": write_repeat,
     "rrelu_with_noise_functional.default": write_rrelu,

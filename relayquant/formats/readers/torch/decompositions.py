@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from relayquant.formats.readers.torch.composites import COMPOSITES
 
 Decomposition = Callable[..., Any]
@@ -48,6 +50,14 @@ TRUTH = ("any.dim", "any.dims", "all.default", "all.dim", "all.dims")
 SCALING = ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar")
 
 
+#: Operators whose decompositions round more often than PyTorch's kernels, which compute narrow
+#: floats in float32.
+COMPUTED_WIDE = (
+    *("addbmm.default", "addmv.default", "hypot.default", "_cdist_forward.default"),
+    "scaled_dot_product_attention.default",
+)
+
+
 def make_decompositions() -> Any:
     """Return PyTorch's decompositions into core operators, extended by this module."""
     import torch  # pyright: ignore[reportMissingImports]
@@ -78,6 +88,9 @@ def make_decompositions() -> Any:
     put("cat.default", promote_cat)
     put("scaled_dot_product_attention.default", attend)
     put("view.default", view_copy)
+    put("upsample_bicubic2d.vec", keep_fixed)
+    for name in COMPUTED_WIDE:
+        put(name, compute_wide)
     return table
 
 
@@ -94,6 +107,35 @@ def try_both(write: Decomposition, own: Decomposition) -> Decomposition:
         return own(*args, **kwargs) if result is NotImplemented else result
 
     return decompose
+
+
+def compute_wide(_operator: Any, own: Decomposition) -> Decomposition:
+    """Compute a decomposition of narrow floats in float32, and round its result once."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        dtype = find_type([each for each in args if isinstance(each, torch.Tensor)])
+        if dtype not in (torch.float16, torch.bfloat16):
+            return own(*args, **kwargs)
+        result = own(*map(widen, args), **{name: widen(each) for name, each in kwargs.items()})
+        return result if result is NotImplemented else result.to(dtype)
+
+    return decompose
+
+
+def widen(value: Any) -> Any:
+    """Convert a tensor of floats to float32. Others are unchanged."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(torch.float32) if is_float else value
+
+
+def round_number(value: Any, dtype: Any) -> Any:
+    """Round a number to a narrow type of floats. A tensor becomes one of float32."""
+    if isinstance(value, int | float):
+        return float(np.array(value, str(dtype).removeprefix("torch.")))
+    return widen(value)
 
 
 def find_type(operands: Iterable[Any], *, is_float: bool = False) -> Any:
@@ -131,12 +173,14 @@ def convert_operands(operator: Any, own: Decomposition, dtype: Any, args: Any, k
         has_mode = kwargs.get("rounding_mode") is not None
         if not has_mode or all(isinstance(each, torch.Tensor) for each in args):
             return own(*args, **kwargs)
-        # The frontend turns the number into a float, or an integer next to a float.
+        # The frontend turns the number into a float, or an integer next to a float. Beside a narrow
+        # float, PyTorch computes with it as a float32.
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         args = [
-            each if isinstance(each, torch.Tensor) else torch.full((), each, dtype=dtype)
+            each.to(wide) if isinstance(each, torch.Tensor) else torch.full((), each, dtype=wide)
             for each in args
         ]
-        return operator(*args, **kwargs)
+        return operator(*args, **kwargs).to(dtype)
     args = [each.to(dtype) if isinstance(each, torch.Tensor) else each for each in args]
     return operator(*args, **kwargs)
 
@@ -195,7 +239,9 @@ def promote_cat(operator: Any, own: Decomposition) -> Decomposition:
 
 
 def scale_operand(operator: Any, own: Decomposition) -> Decomposition:
-    """Convert add(a, b, alpha=s) to add(a, b * s), with the common type of a and b."""
+    """Convert add(a, b, alpha=s) to add(a, b * s), with the common type of a and b. For narrow
+    floats PyTorch rounds the numbers, computes in float32 and rounds the sum.
+    """
 
     import torch  # pyright: ignore[reportMissingImports]
 
@@ -204,6 +250,9 @@ def scale_operand(operator: Any, own: Decomposition) -> Decomposition:
         if alpha == 1:
             return own(this, other)
         dtype = find_type([this, other])
+        if dtype in (torch.float16, torch.bfloat16):
+            first, second, factor = (round_number(each, dtype) for each in (this, other, alpha))
+            return operator(first, second * factor).to(dtype)
         if isinstance(other, torch.Tensor):
             return operator(this, (other.to(dtype) * alpha).to(dtype))
         return operator(this, bool(other * alpha) if dtype == torch.bool else other * alpha)
@@ -257,6 +306,18 @@ def attend(_operator: Any, own: Decomposition) -> Decomposition:
             mixed = torch.matmul(torch.softmax(scores + penalty.to(scores.dtype), -1), value)
             result = torch.where(has_keys, mixed, 0.0)
         return result if takes_views() else order_as(result, query)
+
+    return decompose
+
+
+def keep_fixed(_operator: Any, own: Decomposition) -> Decomposition:
+    """Keep an operator whose sizes are fixed. PyTorch's decomposition is for run-time sizes."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    def decompose(data: Any, size: Any, *args: Any) -> Any:
+        sizes = (*data.shape, *(size or ()))
+        is_late = any(isinstance(each, torch.SymInt) for each in sizes[2:])
+        return own(data, size, *args) if is_late else NotImplemented
 
     return decompose
 

@@ -40,14 +40,26 @@ from relayquant.formats.readers.torch.signature import (
     refuse_state,
     take_state,
 )
+from relayquant.formats.readers.torch.upsampling import UPSAMPLES
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.moves import MOVES
 
-#: Products, whose result TVM's frontend makes float32, and a norm that has several results.
+#: Products, whose result TVM's frontend makes float32, a norm that has several results, and what
+#: multiplies by constants of float32.
 COMPUTED_WIDE = frozenset(
-    f"aten.{name}.default"
-    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "native_group_norm")
+    [
+        *(
+            f"aten.{name}.default"
+            for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "native_group_norm")
+        ),
+        *(f"aten.{name}" for name in UPSAMPLES),
+        "aten.grid_sampler_2d.default",
+    ]
+)
+#: Operators on a tensor and a number, with which PyTorch computes as a float32.
+WIDE_NUMBERS = frozenset(
+    f"aten.{name}.{kind}" for name in ("mul", "div") for kind in ("Tensor", "Scalar")
 )
 #: Operators of Relax that do not round: a result is one of the operands' values.
 UNROUNDED = frozenset(MOVES).union(
@@ -58,7 +70,12 @@ UNROUNDED = frozenset(MOVES).union(
         *("maximum", "minimum", "clip", "max", "min", "sort", "topk", "astype"),
         *("nn.max_pool1d", "nn.max_pool2d", "nn.max_pool3d"),
         *("full", "full_like", "zeros", "zeros_like", "ones", "ones_like"),
+        *("negative", "abs", "sign", "floor", "ceil", "round", "trunc"),
     )
+)
+#: Operators of Relax that float16 rounds once, as they are. In others TVM rounds within.
+ROUNDED_ONCE = frozenset(
+    f"relax.{name}" for name in ("add", "subtract", "multiply", "divide", "sqrt", "scatter_nd")
 )
 NARROW = ("bfloat16", "float16")
 
@@ -232,7 +249,7 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
     """
     try:
         is_narrow = has_narrow_result(node)
-        if is_narrow and str(node.target) in COMPUTED_WIDE:
+        if is_narrow and (str(node.target) in COMPUTED_WIDE or has_wide_number(node)):
             return convert_widened(importer, convert, node, *more)
         value = convert(node, *more)
         if isinstance(value, Call):
@@ -304,11 +321,21 @@ def has_narrow_result(node: Any) -> bool:
     return str(getattr(first, "dtype", "")).removeprefix("torch.") in NARROW
 
 
+def has_wide_number(node: Any) -> bool:
+    """Whether a node multiplies or divides narrow floats by a number that they cannot hold."""
+    if str(node.target) not in WIDE_NUMBERS or not isinstance(node.args[1], float):
+        return False
+    return float(np.array(node.args[1], result_dtype(node))) != node.args[1]
+
+
 def rounds_often(importer: Any, node: Any, value: Any) -> bool:
-    """Whether a node became several operators that round: PyTorch rounds its result alone."""
+    """Whether a node became several operators that round, or one of float16 that rounds within:
+    PyTorch rounds its result alone.
+    """
     if not isinstance(value, relax.Expr) or not isinstance(value.ty, relax.TensorType):
         return False
     seen = {importer.env[each] for each in node.all_input_nodes}
+    is_half = tensor_dtype(value) == "float16"
     pending, count = [value], 0
     while pending:
         expr = pending.pop()
@@ -318,7 +345,9 @@ def rounds_often(importer: Any, node: Any, value: Any) -> bool:
             seen.add(expr)
             expr = importer.block_builder.lookup_binding(expr)
         if isinstance(expr, Call):
-            count += call_name(expr) not in UNROUNDED
+            name = call_name(expr)
+            if name not in UNROUNDED:
+                count += 2 if is_half and name not in ROUNDED_ONCE else 1
             pending.extend(expr.args)
         elif isinstance(expr, relax.Tuple):
             pending.extend(expr.fields)
