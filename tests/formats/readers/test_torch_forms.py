@@ -125,3 +125,20 @@ def test_conversion__of_another_form_refused(wrong, message, monkeypatch):
     monkeypatch.setitem(operators.OPERATORS, "elu.default", convert)
     with pytest.raises(ModelError, match=message):
         rq.load(export(functional.elu, torch.zeros(2, 3)))
+
+
+#: Of a tensor without axes, whose axis 0 PyTorch takes for one of one element.
+NUMBERS = {
+    "sum": lambda x: (x.sum(0), x.prod(0), x.mean(0), x.cumsum(0), x.cumprod(-1)),
+    "extremes": lambda x: (*x.max(0), *x.min(-1), x.amax(0), x.argmin(0), *x.topk(1)),
+    "order": lambda x: (*x.sort(0), x.argsort(), x.flip(0)),
+    "softmax": lambda x: (x.softmax(0), x.log_softmax(0), x.logsumexp(0)),
+    "truth": lambda x: (x.any(0), x.all(0)),
+    "places": lambda x: (x.gather(0, x.long()), x.index_select(0, x.long()), x.squeeze(0)),
+}
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_axis_of_a_number__is_one_of_one_element(name):
+    assert_same_bits(NUMBERS[name], torch.tensor(0.0))

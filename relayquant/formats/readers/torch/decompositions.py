@@ -56,6 +56,9 @@ COMPUTED_WIDE = (
     *("addbmm.default", "addmv.default", "hypot.default", "_cdist_forward.default"),
     "scaled_dot_product_attention.default",
 )
+#: Operators that round a number to the type of narrow floats beside it. Others compute with it as
+#: a float32.
+ROUNDED_NUMBERS = ("pow", "fmod", "remainder")
 
 
 def make_decompositions() -> Any:
@@ -169,13 +172,20 @@ def convert_operands(operator: Any, own: Decomposition, dtype: Any, args: Any, k
         kwargs = {name: hold_size(each, dtype) for name, each in kwargs.items()}
         return operator.overloadpacket(*args, **kwargs)  # the overload for tensors
 
+    is_narrow = dtype in (torch.float16, torch.bfloat16)
+    if is_narrow and str(operator).split(".")[1] in ROUNDED_NUMBERS:
+        rounded = [
+            each if isinstance(each, torch.Tensor) else round_number(each, dtype) for each in args
+        ]
+        if any(new is not old and new != old for new, old in zip(rounded, args, strict=True)):
+            return operator(*rounded, **kwargs)
     if all(not isinstance(each, torch.Tensor) or each.dtype == dtype for each in args):
         has_mode = kwargs.get("rounding_mode") is not None
         if not has_mode or all(isinstance(each, torch.Tensor) for each in args):
             return own(*args, **kwargs)
         # The frontend turns the number into a float, or an integer next to a float. Beside a narrow
         # float, PyTorch computes with it as a float32.
-        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        wide = torch.float32 if is_narrow else dtype
         args = [
             each.to(wide) if isinstance(each, torch.Tensor) else torch.full((), each, dtype=wide)
             for each in args

@@ -247,6 +247,8 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
     Raises:
         ModelError: the conversion fails. Names the node and its module.
     """
+    if takes_axis_of_number(node):
+        convert = functools.partial(convert_as_vector, importer, convert)
     try:
         is_narrow = has_narrow_result(node)
         if is_narrow and (str(node.target) in COMPUTED_WIDE or has_wide_number(node)):
@@ -257,7 +259,7 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
         refuse_missing_results(node, value)
         if is_narrow and rounds_often(importer, node, value):
             value = convert_widened(importer, convert, node, *more)
-        refuse_other_type(node, value)
+        refuse_other_form(importer, node, value)
         return value
     except ModelError:
         raise  # an error of a node in a branch
@@ -282,17 +284,39 @@ def refuse_missing_results(node: Any, value: Any) -> None:
         raise Refusal(f"{node.name} is asked for its results {asked}; supported: the first one, 0")
 
 
-def refuse_other_type(node: Any, value: Any) -> None:
-    """Raise Refusal if a tensor has another dtype, rank or fixed size than PyTorch computes: then
-    its values are others, too.
+def refuse_other_form(importer: Any, node: Any, value: Any) -> None:
+    """Raise Refusal if a tensor has another dtype, rank or fixed size than PyTorch computes, and
+    the operands have not: then its values are others, too.
+
+    Scales and zero points that a program computes are float32 and int32, see `quantized`.
+    """
+    if has_form(node, value):
+        return
+    is_item = node.target is operator.getitem
+    maker = node.args[0] if is_item else node
+    if getattr(maker.target, "namespace", "") == "quantized_decomposed":
+        return
+    if all(has_form(each, importer.env.get(each)) for each in node.all_input_nodes):
+        wanted = node.meta["val"]
+        raise Refusal(
+            f"{node.name} would become {tensor_dtype(value)} {tensor_shape(value)}, and is "
+            f"{result_dtype(node)} {tuple(wanted.shape)} in PyTorch; supported: PyTorch's form"
+        )
+
+
+def has_form(node: Any, value: Any) -> bool:
+    """Whether a converted tensor has the dtype, the rank and the fixed sizes of PyTorch. True for
+    what is no tensor.
     """
     import torch  # pyright: ignore[reportMissingImports]
 
     wanted = node.meta.get("val")
     if not isinstance(wanted, torch.Tensor) or not is_tensor(value):
-        return
-    dtype, shape = result_dtype(node), tensor_shape(value)
-    is_same_form = shape is None or (
+        return True
+    shape = tensor_shape(value)
+    if result_dtype(node) != tensor_dtype(value):
+        return False
+    return shape is None or (
         len(shape) == wanted.ndim
         and all(
             size == known
@@ -300,11 +324,38 @@ def refuse_other_type(node: Any, value: Any) -> None:
             if isinstance(size, int) and isinstance(known, int)
         )
     )
-    if dtype != tensor_dtype(value) or not is_same_form:
-        raise Refusal(
-            f"{node.name} would become {tensor_dtype(value)} {shape}, and is {dtype} "
-            f"{tuple(wanted.shape)} in PyTorch; supported: the form of PyTorch"
-        )
+
+
+def takes_axis_of_number(node: Any) -> bool:
+    """Whether a node takes the axis of a tensor without axes, and gives such ones: PyTorch takes
+    it for a vector of one element.
+    """
+    schema = getattr(node.target, "_schema", None)
+    names = {argument.name for argument in schema.arguments} if schema is not None else set()
+    value = node.meta.get("val")
+    results = value if isinstance(value, list | tuple) else [value]
+    tensors = [each.meta.get("val") for each in node.all_input_nodes]
+    return (
+        bool(tensors)
+        and not names.isdisjoint(("dim", "dims"))
+        and all(getattr(each, "ndim", None) == 0 for each in (*tensors, *results))
+    )
+
+
+def convert_as_vector(importer: Any, convert: Callable[..., Any], node: Any, *more: Any) -> Any:
+    """Convert a node for operands of one axis, and take that axis off its results."""
+    emit = importer.block_builder.emit
+    kept = {each: importer.env[each] for each in node.all_input_nodes}
+    importer.env.update({each: emit(relax.op.reshape(value, (1,))) for each, value in kept.items()})
+    try:
+        value = convert(node, *more)
+    finally:
+        importer.env.update(kept)
+    if is_tensor(value):
+        return emit(relax.op.reshape(value, ()))
+    value = emit(value)
+    parts = [emit(relax.TupleGetItem(value, at)) for at in range(len(value.ty.fields))]
+    return relax.Tuple([emit(relax.op.reshape(part, ())) for part in parts])
 
 
 def is_tensor(value: Any) -> bool:
