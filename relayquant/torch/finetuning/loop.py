@@ -38,7 +38,7 @@ from relayquant.torch.finetuning.state import (
 from relayquant.torch.finetuning.units import find_scaled, measure_units
 from relayquant.torch.trainable import TrainableModule
 
-FORMAT = "relayquant.training.2"
+FORMAT = "relayquant.training.3"
 
 #: sharpness of the staircase that rounds weights, in the first step and in the last
 SHARPNESS = (8.0, 400.0)
@@ -415,15 +415,22 @@ class _Training:
     def binding(self) -> dict[str, str]:
         """Describe what a checkpoint belongs to. Digests of the items detect other data."""
         settings, prepared = self.settings, self.student.source.prepared
-        loss = getattr(self.loss, "__qualname__", type(self.loss).__name__)
+        metric, validation = settings.metric, self.validation
+        weights = settings.weight_ranges or settings.ranges
         return {
             "model": digest_text(tvm.ir.save_json(prepared.graph.mod)),
             "state": digest_text("".join(f"{k}{v.tobytes()}" for k, v in self.start.items())),
             "settings": f"{format_count(settings.steps, 'step')}, lr {settings.lr}, scales "
             f"{settings.scale_lr}, inside {settings.hidden_weight}, "
             f"reconstruction {settings.reconstruction}, "
-            f"{settings.ranges.value}, evaluated every {settings.interval}, "
-            f"patience {settings.patience}, loss {loss}",
+            f"{settings.ranges.value}, weights {weights.value}, "
+            f"evaluated every {settings.interval}, "
+            f"patience {settings.patience}, loss {name_function(self.loss)}",
+            # the best score so far is one of this metric on this data
+            "metric": "the loss" if metric is None else name_function(metric),
+            "validation data": "none"
+            if validation is None
+            else digest_text("".join(map(digest_batch, validation))),
             "torch": f"{torch.__version__}, {format_count(torch.get_num_threads(), 'thread')}",
         }
 
@@ -502,6 +509,11 @@ def run_module(module: TrainableModule, inputs: Sequence[torch.Tensor]) -> list[
 def is_finite(outputs: Batches) -> bool:
     """Whether no value is NaN or infinite."""
     return all(bool(value.isfinite().all()) for batch in outputs for value in batch)
+
+
+def name_function(function: Any) -> str:
+    """Return the name of a function of the user."""
+    return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def as_list(outputs: Any) -> list[torch.Tensor]:

@@ -101,6 +101,11 @@ def test_finetune__calibrated_model_gives_the_same():
         rq.torch.finetune(prepared, None, data, steps=4, backend="x86")
 
 
+def measure(expected, got):
+    """A metric: higher is better."""
+    return -float(np.abs(expected[0] - got[0]).mean())
+
+
 def test_checkpoint__same_bits_after_resuming(tmp_path):
     path, (batch,) = tmp_path / "training", draw_batches(residual_model(), 1, seed=2)
     whole = Watch()
@@ -110,6 +115,10 @@ def test_checkpoint__same_bits_after_resuming(tmp_path):
     kept = path.read_bytes()
     with pytest.raises(ConfigError, match=r"another training; what differs: settings"):
         tune(path, lr=0.5)
+    with pytest.raises(ConfigError, match=r"what differs: metric \(was the loss, is .*measure"):
+        tune(path, metric=measure)
+    with pytest.raises(ConfigError, match=r"differs: validation data\. Pass"):
+        tune(path, validation_dataset=draw_batches(residual_model(), 1, seed=9))
     same, changed = (draw_batches(residual_model(), 3) for _ in range(2))
     changed[1] = {"x": changed[1]["x"] + 1}
     with pytest.raises(DataError, match="was started with other data"):
