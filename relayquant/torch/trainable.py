@@ -26,7 +26,14 @@ from relayquant.torch.batch_norm import FoldedNorm
 from relayquant.torch.call_form import CallForm
 from relayquant.torch.exporting import export, load
 from relayquant.torch.live_batch_norm import LiveBatchNorm
-from relayquant.torch.program import TorchProgram, Values, Visitor, build_program
+from relayquant.torch.origins import Origins, Tie, find_ties, is_frozen
+from relayquant.torch.program import (
+    ConstantPlace,
+    TorchProgram,
+    Values,
+    Visitor,
+    build_program,
+)
 from relayquant.torch.reference_module import ReferenceModule
 from relayquant.torch.rounding import MOMENTUM, FakeQuantize, align_channels
 from relayquant.torch.standalone import Unit, finish_reference
@@ -94,6 +101,7 @@ class TrainableModule(nn.Module):
         unit: Unit | None = None,
         form: CallForm | None = None,
         is_waiting: bool = False,
+        module: nn.Module | None = None,
     ) -> None:
         super().__init__()
         check_trainable(prepared)
@@ -141,6 +149,64 @@ class TrainableModule(nn.Module):
                 for (name, i), constant in program.trained.items()
             }
         )
+        #: constants that are another one, by their name in `named_parameters` before
+        self.ties: dict[str, Tie] = {}
+        if module is not None:
+            self.follow_module(module)
+
+    def follow_module(self, module: nn.Module) -> None:
+        """Freeze what is frozen in the module, or a buffer there, and tie what is one tensor there.
+
+        Raises:
+            ConfigError: tied constants became different in the preparation.
+        """
+        prepared, program = self.source.prepared, self.source.program
+        known = Origins(module, prepared)
+        found: dict[str, list[torch.Tensor]] = {}
+        plain: dict[str, torch.Tensor] = {}
+        for key, constant in prepared.graph.constants.items():
+            name = f"weights.{name_parameter(key)}"
+            if name_parameter(key) in self.weights:
+                found[name] = known.find_constant(key, constant.value.size)
+                plain[name] = torch.from_numpy(np.array(constant.value))
+        for norm in self.list_norms():
+            key = norm.place.weight
+            factor = norm.find_factor().detach()
+            name = f"weights.{name_parameter(key)}"
+            folded = plain[name]
+            plain[name] = folded / align_channels(factor, folded, norm.place.weight_axis)
+            tensors = known.find_norm(norm.place.norm.name)
+            for own, tensor in zip((norm.gamma, norm.beta), tensors, strict=False):
+                own.requires_grad_(tensor.requires_grad)
+        for place, constant in program.trained.items():
+            name = f"floats.{name_parameter(f'{place[0]}:{place[1]}')}"
+            value = program.constants[constant]
+            found[name], plain[name] = known.find_float(place, value.numpy()), value
+        for name, tensors in found.items():
+            if is_frozen(tensors):
+                self.get_parameter(name).requires_grad_(False)
+        self.ties = dict(find_ties(found, plain))
+        with torch.no_grad():
+            for name, tie in self.ties.items():
+                self.get_parameter(tie.source).copy_(plain[tie.source])
+                kind, _, key = name.partition(".")
+                del self.get_submodule(kind)[key]  # pyright: ignore[reportIndexIssue]
+
+    def read_parameter(self, name: str) -> torch.Tensor:
+        """Return a trained constant by its name, also one that is tied to another."""
+        tie = self.ties.get(name)
+        return (
+            self.get_parameter(name)
+            if tie is None
+            else self.get_parameter(tie.source).permute(tie.axes)
+        )
+
+    def list_floats(self) -> dict[ConstantPlace, torch.Tensor]:
+        """Return the trained constants of float operators, by place."""
+        return {
+            (name, i): self.read_parameter(f"floats.{name_parameter(f'{name}:{i}')}")
+            for name, i in self.source.program.trained
+        }
 
     # ---- running ----
 
@@ -184,10 +250,8 @@ class TrainableModule(nn.Module):
     def begin(self, inputs: Sequence[torch.Tensor]) -> Values:
         """Return the state before the first step of the program."""
         program = self.source.program
-        trained = {
-            constant: self.floats[name_parameter(f"{name}:{i}")]
-            for (name, i), constant in program.trained.items()
-        }
+        floats = self.list_floats()
+        trained = {constant: floats[place] for place, constant in program.trained.items()}
         parameters = {
             self.find_variable(key): self.round_bias(key, value)
             for key, value in self.fold_constants().items()
@@ -207,10 +271,11 @@ class TrainableModule(nn.Module):
     def fold_constants(self) -> dict[str, torch.Tensor]:
         """Return weights and biases for the operators, by key: with batch norms folded in."""
         graph = self.source.prepared.graph
+        names = {key: f"weights.{name_parameter(key)}" for key in graph.constants}
         found = {
-            key: self.weights[name_parameter(key)]
-            for key in graph.constants
-            if name_parameter(key) in self.weights
+            key: self.read_parameter(name)
+            for key, name in names.items()
+            if name in self.ties or name_parameter(key) in self.weights
         }
         for norm in self.list_norms():
             found[norm.place.weight] = norm.fold_weight(found[norm.place.weight])
@@ -394,7 +459,7 @@ class TrainableModule(nn.Module):
                 )
         constants = {key: array(value) for key, value in self.fold_constants().items()}
         parameters = {q.group.key: q.qparams for q in self.list_quantizers()}
-        mod = replace_constants(prepared.mod, self.source.program, dict(self.floats.items()))
+        mod = replace_constants(prepared.mod, self.source.program, self.list_floats())
         used = sorted({q.ranges.value for q in self.list_quantizers()})
         choices = {**prepared.choices, "training": f"ranges {', '.join(used)}"}
         return replace(
@@ -490,14 +555,14 @@ def array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def replace_constants(
-    mod: tvm.IRModule, program: TorchProgram, floats: Mapping[str, torch.Tensor]
+    mod: tvm.IRModule, program: TorchProgram, floats: Mapping[ConstantPlace, torch.Tensor]
 ) -> tvm.IRModule:
     """Replace constants of float operators in the prepared module by trained ones."""
     if not program.trained:
         return mod
     new = {
-        constant: relax.const(array(floats[name_parameter(f"{name}:{i}")]), "float32")
-        for (name, i), constant in program.trained.items()
+        constant: relax.const(array(floats[place]), "float32")
+        for place, constant in program.trained.items()
     }
 
     def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr:

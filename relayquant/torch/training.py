@@ -66,7 +66,10 @@ def prepare_qat(
     same way as the integer module. Gradients pass roundings straight through and are 0 outside of
     the range. Its parameters are weights, biases (for batch norms with live statistics: gamma and
     beta) and, with learned ranges, one `log_factor` for each scale. The example module is not
-    changed, and shares nothing with the result.
+    changed, and shares nothing with the result. Parameters that are frozen in it
+    (`requires_grad=False`) and buffers stay frozen, and tied parameters are one parameter. With
+    learned ranges, scales of frozen weights still train. Random numbers of training mode, as of
+    dropout, are left out with a warning.
 
     Args:
         module: `torch.nn.Module`, float32.
@@ -100,12 +103,16 @@ def prepare_qat(
         MissingDependencyError: PyTorch is not installed.
         ModelError: torch.export cannot export the module, it keeps state between calls, or
             operators have no torch form.
-        ConfigError: the configuration is wrong; or an operator cannot be trained because it has a
-            narrow accumulator or run-time parameters.
+        ConfigError: the configuration is wrong; an operator cannot be trained because it has a
+            narrow accumulator or run-time parameters; or tied parameters became different in the
+            preparation.
         DataError: the data does not fit the module.
     """
     check_module(module)
+    from relayquant.torch.random_numbers import warn_random
+
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    warn_random(module, inputs, example_kwargs)
     config, backend = prepare_custom_config, resolve_backend(backend)
     qconfig_mapping = read_mapping(qconfig_mapping, module, backend)
     is_live, is_waiting = batch_norm is BatchNorm.LIVE, calibration_dataset is None
@@ -125,7 +132,13 @@ def prepare_qat(
             def finish(unit: Unit) -> TrainableModule:
                 folded = find_live(unit.mod, unit.params, unit.prepared) if is_live else {}
                 return build_trainable(
-                    unit.prepared, ranges, weight_ranges, folded, unit, is_waiting=is_waiting
+                    unit.prepared,
+                    ranges,
+                    weight_ranges,
+                    folded,
+                    unit,
+                    is_waiting=is_waiting,
+                    module=unit.opened.module,
                 )
 
             settings = UnitSettings(
@@ -161,7 +174,13 @@ def prepare_qat(
         folded = find_live(mod, params, prepared) if is_live else {}
         return check_interface(
             build_trainable(
-                prepared, ranges, weight_ranges, folded, form=form, is_waiting=is_waiting
+                prepared,
+                ranges,
+                weight_ranges,
+                folded,
+                form=form,
+                is_waiting=is_waiting,
+                module=module,
             )
         )
 
@@ -299,15 +318,19 @@ def build_trainable(
     unit: Unit | None = None,
     form: CallForm | None = None,
     is_waiting: bool = False,
+    module: Any = None,
 ) -> TrainableModule:
     """Build the torch module of a calibrated model, with the submodules that it calls. See
     `TrainableModule`.
+
+    `module`: the module of PyTorch that it comes from, whose frozen parameters stay frozen, and
+    tied ones tied.
     """
     # Training changes the parameters, so the records of the observers no longer apply.
     prepared = replace(prepared, statistics={})
     chosen = ranges if weight_ranges is None else weight_ranges
     return import_trainable().TrainableModule(
-        prepared, ranges, chosen, folded, unit, form, is_waiting
+        prepared, ranges, chosen, folded, unit, form, is_waiting, module
     )
 
 
