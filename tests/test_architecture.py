@@ -58,6 +58,7 @@ NAMES_UNARY: dict[str, str] = {
     "relayquant.codegen.rewrites.type_promotion": "those that TVM compiles of some types only",
     "relayquant.codegen.schedule.block_analysis": "functions of TIR, not operators",
     "relayquant.config.onnx_names": "operators of another format by their names there",
+    "relayquant.formats.readers.torch.program": "those that give values without rounding them",
     "relayquant.ir.ops.planned_walk": "those of all operators whose results are rounded once",
     "relayquant.stages.preparation.pooling": "operators whose results are not negative",
 }

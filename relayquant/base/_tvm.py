@@ -52,9 +52,9 @@ INTERNALS = {
     ),
     "tvm.relax.frontend.torch.exported_program_translator": "ExportedProgramImporter",
     "tvm.relax.frontend.torch.exported_program_translator.ExportedProgramImporter": (
-        "_check_unsupported_func_type _clamp _convert_data_type _convert_pytorch_tensor_to_tvm "
-        "_convolution _emit_torch_reshape _gather _slice_scatter block_builder convert_map "
-        "env from_exported_program retrieve_args shape_of"
+        "_arange _check_unsupported_func_type _clamp _convert_data_type "
+        "_convert_pytorch_tensor_to_tvm _convolution _emit_torch_reshape _gather _slice_scatter "
+        "block_builder convert_map env from_exported_program retrieve_args shape_of"
     ),
 }
 #: Functions of TVM's registry that no Python module offers.
