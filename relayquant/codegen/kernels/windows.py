@@ -42,6 +42,8 @@ WIDTHS = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "float32": 4}
 class ConvWindows:
     """Row (n, i, j) has the elements x[n, i * sh + a * dh - top, j * sw + b * dw - left, c] in the
     order (a, b, c), or `fill` for those outside x (N, H, W, C). c are the channels of one group.
+
+    Sequences are images of height 1 whose tensors have no height: x (N, W, C).
     """
 
     channels: int
@@ -52,6 +54,12 @@ class ConvWindows:
     dtype: str
     fill: int = 0
     groups: int = 1
+    is_sequence: bool = False
+
+    @property
+    def places(self) -> tuple[None, ...]:
+        """The extents of data and results but for the channels, all of the run time."""
+        return (None, None) if self.is_sequence else (None, None, None)
 
     @property
     def group_channels(self) -> int:
@@ -78,7 +86,13 @@ class ConvWindows:
 
 def declare_windows(spec: ConvWindows) -> Buffer:
     """Declare the images."""
-    return declare_argument("x", (None, None, None, spec.channels), spec.dtype)
+    return declare_argument("x", (*spec.places, spec.channels), spec.dtype)
+
+
+def read_size(tensor: Buffer) -> tuple[Expr, Expr]:
+    """Return height and width of images, or of sequences (N, W, C)."""
+    *_, height, width = (T.int64(1), *tensor.shape[1:-1])
+    return height, width
 
 
 @dataclass(frozen=True)
@@ -100,8 +114,8 @@ class WindowParts:
     @staticmethod
     def of(spec: ConvWindows, x: Buffer, y: Buffer) -> WindowParts:
         """The places of the results y (N, OH, OW, O), read from x (N, H, W, C)."""
-        height, width = settle(x.shape[1], x.shape[2])
-        images, lines, columns = settle(*y.shape[:3])
+        height, width = settle(*read_size(x))
+        images, lines, columns = settle(y.shape[0], *read_size(y))
         return WindowParts(spec, flat_view(x), (height, width), (images, lines, columns))
 
     def emit(

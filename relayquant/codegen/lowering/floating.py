@@ -107,6 +107,8 @@ from relayquant.ir.rewrite.rule import OnSkip, Skip, decline, log_skip, make_rul
 
 #: Layouts of data and weights for the convolution kernels.
 CONV_LAYOUT = ("NHWC", "OHWI")
+#: The same for convolutions of sequences.
+SEQUENCE_LAYOUT = ("NWC", "OWI")
 #: The same for transposed convolutions, whose weights are rearranged when they are packed.
 CONV_TRANSPOSE_LAYOUT = ("NHWC", "IOHW")
 #: Kernels take a bias as an array with one number per channel, so the bias has to be constant.
@@ -170,20 +172,35 @@ MAKERS: dict[str, Any] = {
 }
 
 
+def read_operands(call: Call) -> tuple[list[Any], list[Any]] | Skip:
+    """Read the shapes NHWC and OHWI of a convolution's data and weights, with a height of 1 for
+    sequences. Skip for other layouts and types than those of the kernels.
+    """
+    view = ConvView.of(call)
+    layouts = view.layout, view.kernel_layout, view.out_layout
+    if layouts not in [(*each, each[0]) for each in (CONV_LAYOUT, SEQUENCE_LAYOUT)]:
+        return Skip(f"layout {'/'.join(layouts)}")
+    if not all(is_float32(each) for each in (*call.args, call)):
+        return decline("not float32 of known rank")
+    shape, kernel = (shape_of(each) for each in call.args)
+    if len(shape) == 3:
+        one = tirx.IntImm("int64", 1)
+        shape, kernel = [shape[0], one, *shape[1:]], [kernel[0], one, *kernel[1:]]
+    return shape, kernel
+
+
 def read_conv2d(call: Call) -> FloatConv2d | Skip:
-    """Read the specification of a nn.conv2d in the layout of the kernels, for one image.
+    """Read the specification of a nn.conv2d in the layout of the kernels, for one image; or of a
+    nn.conv1d, as a convolution of height 1.
 
     Returns:
         Skip with the reason if no kernel computes it.
     """
-    data, weight = call.args
-    view = ConvView.of(call)
-    numbers, layouts = view.as_2d(), (view.layout, view.kernel_layout, view.out_layout)
-    if layouts != (*CONV_LAYOUT, CONV_LAYOUT[0]):
-        return Skip(f"layout {'/'.join(layouts)}")
-    if not all(is_float32(e) for e in (data, weight, call)):
-        return decline("not float32 of known rank")
-    shape, kernel = shape_of(data), shape_of(weight)
+    found = read_operands(call)
+    if isinstance(found, Skip):
+        return found
+    shape, kernel = found
+    numbers, is_sequence = ConvView.of(call).as_2d(), call.args[0].ty.ndim == 3
     sizes = static_sizes([*shape[1:], *kernel])
     if sizes is None:
         return decline("a size other than the batch is symbolic")
@@ -199,6 +216,7 @@ def read_conv2d(call: Call) -> FloatConv2d | Skip:
         numbers.padding,
         numbers.dilation,
         numbers.groups,
+        is_sequence=is_sequence,
     )
     if min(spec.group_out, outputs) < FEWEST_CHANNELS and not spec.is_depthwise:
         return decline("too few channels")
@@ -323,7 +341,7 @@ class FloatContext:
 
 
 def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
-    """Lower nn.conv2d in the layout of the kernels."""
+    """Lower nn.conv2d and nn.conv1d in the layout of the kernels."""
     call = context.block.values[root]
     data, weight = call.args
     spec = read_conv2d(call)
@@ -332,7 +350,7 @@ def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
     chain = context.follow(root, spec.out_channels)
     concat, epilogue = context.choose_epilogue(chain)
     joined = None
-    if spec.is_depthwise:
+    if spec.is_depthwise and not spec.is_sequence:
         data, joined = read_joined_slices(context.block.call_of, data)
     batch = context.symbol(shape_of(call.args[0])[0])
     spec = replace(spec, batch=batch, epilogue=epilogue, joined=joined)
@@ -365,20 +383,17 @@ def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
 
 
 def read_free_conv2d(call: Call) -> FreeFloatConv2d | Skip:
-    """Read the specification of a nn.conv2d of images of free height or width, in the layout of the
-    kernels.
+    """Read the specification of a nn.conv2d of images of free height or width, or of a nn.conv1d of
+    sequences of free length, in the layout of the kernels.
 
     Returns:
         Skip with the reason if no kernel computes it.
     """
-    data, weight = call.args
-    view = ConvView.of(call)
-    numbers, layouts = view.as_2d(), (view.layout, view.kernel_layout, view.out_layout)
-    if layouts != (*CONV_LAYOUT, CONV_LAYOUT[0]):
-        return Skip(f"layout {'/'.join(layouts)}")
-    if not all(is_float32(e) for e in (data, weight, call)):
-        return decline("not float32 of known rank")
-    shape, kernel = shape_of(data), shape_of(weight)
+    found = read_operands(call)
+    if isinstance(found, Skip):
+        return found
+    shape, kernel = found
+    numbers, is_sequence = ConvView.of(call).as_2d(), call.args[0].ty.ndim == 3
     sizes = static_sizes([shape[-1], *kernel])
     if sizes is None:
         return decline("the number of channels, or a size of the weights, is symbolic")
@@ -395,12 +410,15 @@ def read_free_conv2d(call: Call) -> FreeFloatConv2d | Skip:
         numbers.dilation,
         "float32",
         groups=numbers.groups,
+        is_sequence=is_sequence,
     )
     return FreeFloatConv2d(windows, outputs)
 
 
 def lower_free_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
-    """Lower nn.conv2d over images of free height or width. A 1x1 convolution is a dense layer."""
+    """Lower nn.conv2d over images of free height or width, or nn.conv1d over sequences of free
+    length. A convolution with one tap is a dense layer.
+    """
     call = context.block.values[root]
     data, weight = call.args
     spec = read_free_conv2d(call)
@@ -420,8 +438,11 @@ def lower_free_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
         before = (Lowered((packed,), packing, (weight,)),)
     if spec.windows.is_pixel:
         # Equal layers share one kernel, so symbols have the same names in all of them.
-        extents = zip("nhw", shape_of(data), strict=False)
-        rows = [static_size(n) or tirx.Var(letter, "int64") for letter, n in extents]
+        letters, extents = "nhw"[: data.ty.ndim - 1], shape_of(data)[:-1]
+        rows = [
+            static_size(extent) or tirx.Var(letter, "int64")
+            for letter, extent in zip(letters, extents, strict=True)
+        ]
         dense = FloatDense((*rows, spec.windows.channels), spec.outputs, epilogue)
         kernel = context.make_kernel("float_dense", dense)
     else:
@@ -633,8 +654,8 @@ def copy_parts(context: FloatContext, concat: relax.Var) -> Lowered | Skip:
 
 
 FLOAT_RULES: tuple[KernelRule[FloatContext], ...] = (
-    make_rule(lower_conv2d, "relax.nn.conv2d"),
-    make_rule(lower_free_conv2d, "relax.nn.conv2d"),
+    make_rule(lower_conv2d, "relax.nn.conv2d", "relax.nn.conv1d"),
+    make_rule(lower_free_conv2d, "relax.nn.conv2d", "relax.nn.conv1d"),
     make_rule(lower_conv2d_transpose, "relax.nn.conv2d_transpose"),
     make_rule(lower_matmul, "relax.matmul"),
     make_rule(lower_max_pool2d, "relax.nn.max_pool2d"),

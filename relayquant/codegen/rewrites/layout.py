@@ -14,7 +14,11 @@ from tvm import relax
 from tvm.ir import Call, IRModule
 from tvm.relax.dpl import is_op, wildcard
 
-from relayquant.codegen.lowering.floating import CONV_LAYOUT, CONV_TRANSPOSE_LAYOUT
+from relayquant.codegen.lowering.floating import (
+    CONV_LAYOUT,
+    CONV_TRANSPOSE_LAYOUT,
+    SEQUENCE_LAYOUT,
+)
 from relayquant.codegen.rewrites.known_values import fold_known_values
 from relayquant.codegen.rewrites.layout_exceptions import convert_with_exceptions
 from relayquant.codegen.rewrites.moved_quantization import MOVED_QUANTIZATION, read_axes
@@ -26,9 +30,10 @@ from relayquant.ir.rewrite.walker import tidy_module
 
 #: Layouts of data and weight that the kernels take.
 KERNEL_LAYOUTS = {
+    "relax.nn.conv1d": list(SEQUENCE_LAYOUT),
     "relax.nn.conv2d": list(CONV_LAYOUT),
     "relax.nn.conv2d_transpose": list(CONV_TRANSPOSE_LAYOUT),
-    "relax.qnn.conv1d": ["NWC", "OWI"],
+    "relax.qnn.conv1d": list(SEQUENCE_LAYOUT),
     "relax.qnn.conv2d": list(CONV_LAYOUT),
     "relax.qnn.conv2d_transpose": list(CONV_LAYOUT),
 }

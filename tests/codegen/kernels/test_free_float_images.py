@@ -1,5 +1,6 @@
-"""Float convolutions of images whose size is known only at run time: kernels on vectors of every
-width against float64 numpy, and whole modules against ONNX Runtime, for several sizes each.
+"""Float convolutions of images and sequences whose size is known only at run time: kernels on
+vectors of every width against float64 numpy, and whole modules against ONNX Runtime, for several
+sizes each. Also transposed convolutions of sequences of known length.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from relayquant.codegen.kernels.windows import ConvWindows
 from relayquant.codegen.lowering.floating import lower_float
 from relayquant.codegen.rewrites.layout import convert_layout
 from relayquant.codegen.rewrites.transposed_blocks import make_pixel_blocks
+from relayquant.codegen.rewrites.transposed_sequences import lay_sequences
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
 
 #: (images, height, width)
@@ -103,7 +105,7 @@ def test_make_free_conv2d__writes_columns_of_a_wider_tensor(name):
 
 
 def make_network(op: str, weight: np.ndarray, **attrs: object) -> bytes:
-    """y = relu(op(x) + bias) of a free number of images of free size, in ONNX."""
+    """y = relu(op(x) + bias) of a free number of images or sequences of free size, in ONNX."""
     groups = attrs.get("group", 1)
     assert isinstance(groups, int)
     channels = weight.shape[0] if op == "ConvTranspose" else weight.shape[1] * groups
@@ -112,11 +114,12 @@ def make_network(op: str, weight: np.ndarray, **attrs: object) -> bytes:
         helper.make_node(op, ["x", "w", "b"], ["c"], **attrs),
         helper.make_node("Relu", ["c"], ["y"]),
     ]
+    sizes = list("hw")[4 - weight.ndim :]
     bias = np.linspace(-1, 1, outputs).astype("float32")
     graph = helper.make_graph(
         nodes,
         "network",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", channels, "h", "w"])],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", channels, *sizes])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
         [numpy_helper.from_array(weight, "w"), numpy_helper.from_array(bias, "b")],
     )
@@ -131,6 +134,11 @@ NETWORKS = {
     "depthwise": ("Conv", (9, 1, 3, 3), {"group": 9, "pads": [1, 1, 1, 1]}),
     "transposed": ("ConvTranspose", (8, 5, 4, 3), {"strides": [2, 1], "pads": [1, 0, 1, 1]}),
     "transposed, one output": ("ConvTranspose", (8, 1, 2, 2), {"strides": [2, 2]}),
+    "sequence": ("Conv", (12, 8, 3), {"strides": [2], "pads": [1, 2]}),
+    "sequence, one tap": ("Conv", (12, 8, 1), {}),
+    "sequence, depthwise": ("Conv", (9, 1, 5), {"group": 9, "pads": [2, 2]}),
+    "sequence, groups": ("Conv", (12, 4, 3), {"group": 2, "dilations": [2]}),
+    "sequence, transposed": ("ConvTranspose", (8, 5, 4), {"strides": [2], "pads": [1, 1]}),
 }
 
 
@@ -142,13 +150,35 @@ def test_lower_free_conv2d__follows_onnx_runtime(name, tmp_path):
     path = tmp_path / "network.onnx"
     path.write_bytes(network)
     mod, _ = rq.load(str(path))
-    lowered = lower_float(make_pixel_blocks(convert_layout(mod)), TARGET)
+    lowered = lower_float(make_pixel_blocks(convert_layout(lay_sequences(mod))), TARGET)
     names = {op_name(each.value) for each in list_bindings(lowered["main"])}
-    assert not names & {"relax.nn.conv2d", "relax.nn.conv2d_transpose"}
+    assert not [each for each in names if "conv" in each]
     assert ("relax.nn.relu" in names) == (op == "ConvTranspose")
     session, executor = ort.InferenceSession(network), rq.Executor(rq.compile(mod))
-    for images, height, width in ((1, 5, 6), (3, 9, 4), (1, 30, 41)):
-        x = draw(rng, images, session.get_inputs()[0].shape[1], height, width)
+    for images, *size in ((1, 5, 6), (3, 9, 5), (1, 30, 41)):
+        x = draw(rng, images, session.get_inputs()[0].shape[1], *size[4 - len(shape) :])
         (expected,) = session.run(None, {"x": x})
         (found,) = executor.run("main", [x])
         check(found, np.asarray(expected))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("name", [each for each in NETWORKS if each.startswith("sequence")])
+def test_lower_conv2d__sequences_of_known_length(name, precision, tmp_path):
+    op, shape, attrs = NETWORKS[name]
+    rng = np.random.default_rng(4)
+    network = make_network(op, draw(rng, *shape), **attrs)
+    path = tmp_path / "network.onnx"
+    path.write_bytes(network)
+    session = ort.InferenceSession(network)
+    given = ("n", session.get_inputs()[0].shape[1], 23)
+    mod, _ = rq.load(str(path), shapes={"x": given})
+    lowered = lower_float(convert_layout(lay_sequences(mod)), TARGET)
+    assert not [each for each in list_bindings(lowered["main"]) if "conv" in op_name(each.value)]
+    executor = rq.Executor(rq.compile(mod, precision=precision))
+    x = draw(rng, 3, *given[1:])
+    (expected,), (found,) = session.run(None, {"x": x}), executor.run("main", [x])
+    if precision == "float32":
+        check(found, np.asarray(expected))
+    else:
+        np.testing.assert_allclose(found, np.asarray(expected), rtol=0.05, atol=0.05)

@@ -228,6 +228,48 @@ def test_lower_free_conv2d__one_kernel_for_all_sizes(kernel):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("groups", [1, 5])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_lower_free_conv2d__sequences(kernel, groups):
+    rng, outputs = np.random.default_rng(6), 5 if groups > 1 else 6
+    weight = random_weights(rng, (outputs, kernel, 5 // groups))
+    length = tirx.Var("w", "int64")
+    x = relax.Var("x", relax.TensorType([tirx.Var("n", "int64"), length, 5], "uint8"))
+    scales = [relax.const(0.5, "float32"), relax.const(np.full(outputs, 0.1, "float32"))]
+    zeros = relax.const(4, "int32"), relax.const(0, "int32")
+    options = {"padding": (kernel // 2,) * 2, "groups": groups}
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            layouts = {"data_layout": "NWC", "kernel_layout": "OWI"}
+            operands = (x, relax.const(weight, "int8"), *zeros, *scales)
+            y = builder.emit_output(qnn.conv1d(*operands, **layouts, **options))
+        builder.emit_func_output(y)
+    mod = builder.finalize()
+    lowered = lower_integer(convert_layout(mod), tvm.target.Target("llvm"))
+    names = [op_name(each.value) for each in list_bindings(lowered["main"])]
+    assert names == ["relax.call_tir"]
+    executor = rq.Executor(rq.compile(mod))
+    for images, width in ((1, 1), (2, 4), (1, 90)):
+        values = random_values(rng, (images, width, 5), "uint8")
+        pad = kernel // 2
+        spec = Conv2d(
+            images,
+            1,
+            width,
+            5,
+            outputs,
+            (1, kernel),
+            padding=(0, pad, 0, pad),
+            groups=groups,
+            in_zero_point=4,
+        )
+        zero = np.zeros(outputs, "int32")
+        expected = conv2d_accumulators(values[:, None], weight[:, None], zero, spec)
+        (found,) = executor.run("main", [values])
+        np.testing.assert_array_equal(found, expected[:, 0])
+
+
 def test_make_pixel_blocks__leaves_known_sizes_and_groups():
     mod = build_free(
         qnn.conv2d_transpose,

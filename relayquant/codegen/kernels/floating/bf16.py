@@ -98,7 +98,8 @@ def read_bf16_conv2d(spec: FloatConv2d) -> Bf16Conv2d:
     """Return the specification for a convolution, whose batch may be symbolic."""
     is_batched = static(spec.batch) is None
     one = replace(spec, batch=1) if is_batched else spec
-    return Bf16Conv2d(one.lay_down(), one.in_shape, one.out_shape, is_batched)
+    conv = replace(one.lay_down(), is_sequence=False)
+    return Bf16Conv2d(conv, one.in_shape, one.out_shape, is_batched)
 
 
 def read_bf16_dense(spec: FloatDense) -> Bf16Conv2d | None:

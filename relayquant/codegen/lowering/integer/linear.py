@@ -174,15 +174,19 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 
 
 def lower_free_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """Lower qnn.conv2d in NHWC over images of free height or width: depthwise, or of all channels.
+    """Lower qnn.conv2d in NHWC over images of free height or width, or qnn.conv1d in NWC over
+    sequences of free length: depthwise, or of all channels.
 
-    A 1x1 convolution is a dense layer.
+    A convolution with one tap is a dense layer.
     """
-    linear = read_linear(context, var, (("NHWC", "OHWI"),), split_rows)
+    linear = read_linear(context, var, (("NHWC", "OHWI"), ("NWC", "OWI")), split_rows)
     if isinstance(linear, Skip):
         return linear
     view, channels = ConvView.of(linear.call).as_2d(), linear.shape[-1]
+    is_sequence, name = len(linear.shape) == 3, "qnn_conv2d"
     outputs, *taps, _ = linear.weight.shape
+    if is_sequence:
+        taps, name = [1, *taps], "qnn_conv1d"
     windows = ConvWindows(
         channels,
         (taps[0], taps[1]),
@@ -191,12 +195,13 @@ def lower_free_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
         view.dilation,
         linear.dtype,
         linear.zero_point,
+        is_sequence=is_sequence,
     )
     if view.groups == channels == outputs > 1 and is_byte(linear.data):
         chain = follow_product(context, var, channels, takes=LONE_TAKES)
         depthwise = FreeDepthwise(windows, chain.epilogue)
         packed = depthwise.pack(Constants(linear.weight, chain.offsets, chain.multiplier))
-        build = partial(build_free_depthwise, depthwise, context.isa.lanes, "qnn_conv2d")
+        build = partial(build_free_depthwise, depthwise, context.isa.lanes, name)
         return call_built(chain.vars, build, (linear.data, *packed))
     if view.groups > 1:
         return Skip("the images have a free size, and the channels are in groups")
@@ -206,9 +211,9 @@ def lower_free_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     product = choose_product(spec, isa, any_rows=True)
     packed = product.pack(Constants(matrix, chain.offsets, chain.multiplier))
     if windows.is_pixel:
-        build = partial(product.build, "qnn_conv2d", (None, None, None))
+        build = partial(product.build, name, windows.places)
     else:
-        build = partial(build_free_conv2d, FreeConv2d(windows, spec), isa, "qnn_conv2d")
+        build = partial(build_free_conv2d, FreeConv2d(windows, spec), isa, name)
     operands = (linear.data, *packed.arguments(), *chain.residuals)
     return call_built(chain.vars, build, operands)
 
@@ -434,7 +439,7 @@ def read_transposed(context: KernelContext, expr: relax.Expr) -> tuple[relax.Exp
 
 LINEAR_RULES: tuple[IntegerRule, ...] = (
     make_rule(lower_conv2d, "relax.qnn.conv2d", "relax.qnn.conv1d"),
-    make_rule(lower_free_conv2d, "relax.qnn.conv2d"),
+    make_rule(lower_free_conv2d, "relax.qnn.conv2d", "relax.qnn.conv1d"),
     make_rule(lower_conv2d_transpose, "relax.qnn.conv2d_transpose"),
     make_rule(lower_dense, "relax.qnn.dense"),
     make_rule(lower_batch_matmul, "relax.qnn.batch_matmul"),

@@ -66,7 +66,8 @@ def make_conv2d_packing(spec: FloatConv2d, isa: FloatIsa, name: str = "float_pac
 
     def body() -> None:
         weight, packed = declare_arguments(
-            ("w", (spec.out_channels, *spec.kernel, spec.group_in)), ("packed", (size,))
+            ("w", spec.leave_height(spec.out_channels, *spec.kernel, spec.group_in)),
+            ("packed", (size,)),
         )
         if spec.is_depthwise:
             with T.grid(taps, spec.out_channels) as (tap, channel):

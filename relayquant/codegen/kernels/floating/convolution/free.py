@@ -74,7 +74,7 @@ class FreeFloatConv2d:
             Data and result with their shapes, and flat views of all arguments.
         """
         epilogue = self.epilogue
-        shape = (None, None, None, epilogue.pitch(self.outputs))
+        shape = (*self.windows.places, epilogue.pitch(self.outputs))
         x = declare_windows(self.windows)
         weight = declare_argument("w", (weights,), "float32")
         bias = residual = None
@@ -105,10 +105,11 @@ def make_free_packing(
     """Make PrimFunc(w OHWI, packed), `pack_free_conv2d` at run time, for weights that vary."""
     windows = spec.windows
     taps = prod(windows.kernel)
+    kernel = windows.kernel[1:] if windows.is_sequence else windows.kernel
 
     def body() -> None:
         weight, packed = declare_arguments(
-            ("w", (spec.outputs, *windows.kernel, windows.group_channels)),
+            ("w", (spec.outputs, *kernel, windows.group_channels)),
             ("packed", (count_packed(spec, isa),)),
         )
         if not spec.is_depthwise:

@@ -46,11 +46,23 @@ class FloatConv2d(Conv2dShape):
     epilogue: FloatEpilogue = field(default_factory=FloatEpilogue)
     stored: Stored = field(default_factory=Stored)
     schedule: FloatSchedule | None = None  #: None: the estimated best
+    #: whether data, weights and result are sequences: images of height 1, without the height
+    is_sequence: bool = False
 
     @property
-    def out_shape(self) -> tuple[Any, int, int, int]:
-        """NHWC shape of the tensor that is written into."""
-        return (self.batch, *self.out_size, self.epilogue.pitch(self.out_channels))
+    def in_shape(self) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """NHWC, or NWC of sequences."""
+        return self.leave_height(*super().in_shape)
+
+    @property
+    def out_shape(self) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Shape of the tensor that is written into."""
+        shape = self.batch, *self.out_size, self.epilogue.pitch(self.out_channels)
+        return self.leave_height(*shape)
+
+    def leave_height(self, first: Any, height: int, *others: int) -> tuple[Any, ...]:
+        """Return the shape of a tensor, without its height for sequences."""
+        return (first, *others) if self.is_sequence else (first, height, *others)
 
     @property
     def is_pointwise(self) -> bool:

@@ -54,7 +54,7 @@ def build_free_conv2d(spec: FreeConv2d, isa: Isa, name: str) -> PrimFunc:
         multiplier = residual = None
         if epilogue.has_multiplier:
             multiplier = declare_argument("multiplier", (full.channel_size,), "float32")
-        shape = (None, None, None, outputs)
+        shape = (*spec.windows.places, outputs)
         if epilogue.residual:
             residual = declare_argument("residual", shape, epilogue.residual.dtype)
         y = declare_argument("y", shape, epilogue.dtype)

@@ -30,7 +30,7 @@ from relayquant.codegen.kernels.emit import (
 from relayquant.codegen.kernels.integer.epilogue import Epilogue
 from relayquant.codegen.kernels.integer.specs import Constants
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
-from relayquant.codegen.kernels.windows import ConvWindows, declare_windows
+from relayquant.codegen.kernels.windows import ConvWindows, declare_windows, read_size
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ def build_free_depthwise(spec: FreeDepthwise, lanes: int, name: str) -> PrimFunc
         factors = None
         if spec.epilogue.has_multiplier:
             factors = declare_argument("multiplier", (channels,), "float32")
-        y = declare_argument("y", (None, None, None, channels), spec.epilogue.dtype)
+        y = declare_argument("y", (*windows.places, channels), spec.epilogue.dtype)
         source, target = flat_view(x), flat_view(y)
-        height, width = settle(x.shape[1], x.shape[2])
-        images, rows, columns = settle(*y.shape[:3])
+        height, width = settle(*read_size(x))
+        images, rows, columns = settle(y.shape[0], *read_size(y))
         macs = images * rows * columns * (len(taps) * channels)
 
         def emit_pixel(pixel: Pixel, at: Expr, add: Callable[..., None]) -> None:
