@@ -88,7 +88,8 @@ class Observer(NamedSettings, ABC, Generic[StateT]):
 
     @abstractmethod
     def update(self, state: StateT, array: NDArray[Any]) -> StateT:
-        """Return the state after one more batch, a float array of any shape.
+        """Return the state after one more batch, a float array of any shape. The array is
+        read-only: the model goes on with it.
 
         Raises:
             DataError: the array holds NaN or infinity, or is not numeric; names the value.
@@ -100,7 +101,7 @@ class Observer(NamedSettings, ABC, Generic[StateT]):
         Calibration calls this method, with the same batches for any number of workers.
         """
         for array in arrays:
-            state = self.update(state, array)
+            state = call_observer(self.update, state.info, state, array)
         return state
 
     @abstractmethod
@@ -131,21 +132,23 @@ class Observer(NamedSettings, ABC, Generic[StateT]):
 
     def observe(self, info: ValueInfo, arrays: Iterable[NDArray[Any]]) -> QParams:
         """Start, update with every array, and choose parameters."""
-        state = self.start(info)
-        for array in arrays:
-            state = self.update(state, array)
-        return self.qparams(state, info)
+        state = call_observer(self.start, info, info)
+        state = self.update_all(state, [*arrays])
+        return call_observer(self.qparams, info, state, info)
 
 
 def call_observer(method: Callable[..., Any], info: ValueInfo, *args: Any) -> Any:
     """Return what a method of an observer gives for a value. Users write observers too.
+
+    Arrays among `args` are passed read-only: the model goes on with the same arrays.
 
     Raises:
         ConfigError: it raised an exception, or the result is neither a State nor a QParams that
             fits `info`; names the observer and the value.
     """
     source = f"Observer {method.__self__.name}"
-    result = call_for_value(f"{source}: {method.__name__}", info, lambda: method(*args))
+    given = [lock_arrays(arg) for arg in args]
+    result = call_for_value(f"{source}: {method.__name__}", info, lambda: method(*given))
     if isinstance(result, State):
         return result
     if isinstance(result, QParams):
@@ -155,6 +158,19 @@ def call_observer(method: Callable[..., Any], info: ValueInfo, *args: Any) -> An
         "allowed: a QParams from `qparams`, a State from the other methods.",
         code="RQ106",
     )
+
+
+def lock_arrays(value: Any) -> Any:
+    """Return a read-only view of an array, or a list of such views for a list of arrays. Any other
+    value is unchanged.
+    """
+    if isinstance(value, list):
+        return [lock_arrays(each) for each in value]
+    if not isinstance(value, np.ndarray):
+        return value
+    view = value.view()
+    view.flags.writeable = False
+    return view
 
 
 def call_for_value(source: str, info: ValueInfo, function: Callable[[], Any]) -> Any:

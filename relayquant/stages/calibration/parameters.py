@@ -14,8 +14,13 @@ from relayquant.base.arguments import takes_arguments
 from relayquant.base.events import CallbackList, ParametersEvent
 from relayquant.base.qtypes import QParams, ValueInfo, check_qparams, conform_scale
 from relayquant.config.observers import Observer
-from relayquant.config.observers.base import AnyObserver, call_for_value, call_observer
-from relayquant.errors import ConfigError, format_count
+from relayquant.config.observers.base import (
+    AnyObserver,
+    call_for_value,
+    call_observer,
+    lock_arrays,
+)
+from relayquant.errors import ConfigError, format_count, suggest_name
 from relayquant.ir import reference
 from relayquant.ir.plan import Plan, SharedQParams
 from relayquant.stages.calibration.result import CalibrationResult
@@ -76,15 +81,30 @@ class CalibrationContext:
         in numpy.
 
         Values are quantized by the parameters chosen so far. Values without parameters stay in
-        float.
+        float. Inputs and weights in the result are read-only.
 
         Args:
             inputs: {input: array}.
             more: Parameters to try, by group, e.g. `{info.name: qparams}`.
+
+        Raises:
+            ConfigError: `more` names no group, or has parameters that do not fit its group.
+            DataError: an input is missing, unknown, or of another shape.
         """
+        groups = {group.key: group.info for group in (*self.plan.activations, *self.plan.weights)}
+        for key, tried in (more or {}).items():
+            if key not in groups:
+                raise ConfigError(
+                    f"context.run was given parameters to try for {key!r}, which is no value with "
+                    f"parameters. {suggest_name(key, groups)}",
+                    code="RQ103",
+                )
+            check_qparams(tried, groups[key], "context.run: the caller")
         parameters = {**self.parameters, **(more or {})}
         arguments = self.graph.arguments(parameters, self.constants)
-        return reference.run_values(self.graph.mod, {**inputs, **arguments})
+        # The result has inputs and weights in it, which belong to the caller and to the model.
+        given = {name: lock_arrays(array) for name, array in {**inputs, **arguments}.items()}
+        return reference.run_values(self.graph.mod, given)
 
 
 #: A calibration callback that chooses the parameters of one value. If it takes a third argument, or

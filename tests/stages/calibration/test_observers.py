@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import itertools
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, dataclass, replace
 
 import numpy as np
 import pytest
@@ -740,6 +740,36 @@ def test_call_observer__names_the_observer_and_the_value(method, message):
     arguments = {"start": (SYMMETRIC,), "update_all": (state, []), "qparams": (state, SYMMETRIC)}
     with pytest.raises(ConfigError, match=message):
         call_observer(getattr(observer, method), SYMMETRIC, *arguments[method])
+
+
+@dataclass(frozen=True)
+class Careless(MinMax):
+    """Its update writes into the array, or forgets to return a state."""
+
+    writes: bool = False
+
+    def update(self, state, array):
+        if self.writes:
+            array *= 2
+
+
+@pytest.mark.parametrize(
+    ("writes", "message"),
+    [
+        (True, r"Careless: update raised ValueError for value 'relu_1': .*read-only"),
+        (False, r"Careless: update returned NoneType for value 'relu_1'"),
+    ],
+)
+def test_observer__an_update_that_is_wrong_is_named_and_leaves_the_array(writes, message):
+    """Also in `update_all`, which calibration calls, and in `observe`, for weights."""
+    observer, array = Careless(writes=writes), np.ones((2, 4), "float32")
+    state = MinMax().start(SYMMETRIC)
+    with pytest.raises(ConfigError, match=message):
+        call_observer(observer.update_all, SYMMETRIC, state, [array])
+    with pytest.raises(ConfigError, match=message):
+        observer.observe(SYMMETRIC, iter([array]))
+    assert (array == 1).all()
+    array *= 2  # the caller may still write into its own array
 
 
 def test_call_observer__errors_of_this_package_stay():

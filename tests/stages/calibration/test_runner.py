@@ -225,6 +225,41 @@ def test_calibrate__callable_with_a_third_parameter_sees_the_graph_and_what_was_
     assert prepared.parameters == calibrate(mod, data, order=rq.config.Order.TOPOLOGICAL).parameters
 
 
+@pytest.mark.parametrize(
+    ("tried", "message"),
+    [
+        ({"xx": rq.QParams(np.float32(1), np.int32(0), "uint8")}, r"for 'xx'.*Did you mean 'x'"),
+        ({"x": rq.QParams(np.float32(1), np.int32(0), "int16")}, r"'x' of dtype int16; the plan"),
+        ({"x": 0.5}, r"value 'x' but returned float"),
+    ],
+)
+def test_calibration_context__refuses_parameters_that_it_cannot_try(tried, message):
+    """They would change nothing, and the callable would believe what it measured."""
+    mod = small_model()
+    data = draw_batches(mod, 1)
+    with pytest.raises(rq.ConfigError, match=message):
+        calibrate(mod, data, observer=lambda info, samples, context: context.run(data[0], tried))
+
+
+def test_calibration_context__a_callable_cannot_write_into_inputs_and_weights():
+    mod = small_model()
+    data = draw_batches(mod, 1)
+    before = {name: array.copy() for name, array in data[0].items()}
+
+    def pick(info, samples, context):
+        for array in context.run(data[0]).values():
+            if array.flags.writeable:
+                array[...] = 0
+        return look(info, samples)
+
+    def look(info, samples):
+        return rq.observers.MinMax().observe(info, list(samples))
+
+    prepared = calibrate(mod, data, observer=pick)
+    assert all(np.array_equal(data[0][name], before[name]) for name in before)
+    assert prepared.parameters == calibrate(mod, data, observer=look).parameters
+
+
 def test_calibrate__without_data_names_the_operators_that_need_it():
     """Also with strict: the operators, and what can be set for them."""
     mod = small_model()
