@@ -228,6 +228,26 @@ def divide(left: Tensor, right: Tensor) -> Tensor:
     return torch.div(left, right) if is_float else torch.div(left, right, rounding_mode="trunc")
 
 
+def sqrt(data: Tensor) -> Tensor:
+    """Compute the root, with the gradient 0 at 0: the norm of a row of zeros has it in PyTorch,
+    and infinity times 0 would be NaN.
+    """
+    is_zero = data == 0
+    return torch.where(is_zero, data.detach(), torch.sqrt(torch.where(is_zero, 1, data)))
+
+
+def bound(function: Callable[..., Tensor], side: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Compute the maximum or minimum. At a number, the gradient is 1 as in clamp; two tensors that
+    are equal share it.
+    """
+
+    def compute(left: Tensor, right: Tensor) -> Tensor:
+        is_number = right.ndim == 0 and right.dtype == left.dtype and not right.requires_grad
+        return torch.clamp(left, **{side: right}) if is_number else function(left, right)
+
+    return compute
+
+
 class Torch:
     """PyTorch functions that rows call."""
 
@@ -248,6 +268,10 @@ class Torch:
     mean = staticmethod(reduce(mean))
     variance = staticmethod(reduce(population(torch.var)))
     std = staticmethod(reduce(population(torch.std)))
+
+    maximum = staticmethod(bound(torch.maximum, "min"))
+    minimum = staticmethod(bound(torch.minimum, "max"))
+    sqrt = staticmethod(sqrt)
 
     divide = staticmethod(skip_zero(divide))
     floor_divide = staticmethod(skip_zero(torch.floor_divide))
@@ -309,6 +333,8 @@ class Torch:
     def compute_unary(unary: Unary, data: Tensor, **attributes: Any) -> Tensor:
         if unary.name == "gelu_tanh":
             return F.gelu(data, approximate="tanh")
+        if unary.name == "sqrt":
+            return sqrt(data)
         function = getattr(torch, unary.name, None) or getattr(F, unary.name)
         return function(data, **attributes)
 

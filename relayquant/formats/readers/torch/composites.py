@@ -234,16 +234,17 @@ def write_near_zero(name: str, data: Any) -> Any:
 
     dtype = data.dtype if data.is_floating_point() else torch.get_default_dtype()
     x = data.to(torch.float64 if dtype == torch.float64 else torch.float32)
-    series = torch.zeros_like(x)
+    is_small = x.abs() < LARGEST_SMALL
+    small, series = torch.where(is_small, x, 0.0), torch.zeros_like(x)  # its gradient is finite
     for coefficient in reversed(NEAR_ZERO[name]):
-        series = (series + coefficient) * x
+        series = (series + coefficient) * small
     if name == "expm1":
         direct = x.exp() - 1
     elif name == "log1p":
         direct = (x + 1).log()
     else:
         direct = ((1 + x) / (1 - x)).log() / 2
-    return torch.where(x.abs() < LARGEST_SMALL, series, direct).to(dtype)
+    return torch.where(is_small, series, direct).to(dtype)
 
 
 def write_fmax(first: Any, second: Any) -> Any:
@@ -289,10 +290,53 @@ def write_ldexp(data: Any, exponent: Any) -> Any:
     return result.to(dtype) if dtype.is_floating_point else result
 
 
-def write_pow(data: Any, exponent: Any) -> Any:
-    """Write pow(x, 3) and pow(x, -2) of bfloat16 as products: PyTorch rounds each of them."""
+def write_celu(data: Any, alpha: Any = 1.0) -> Any:
+    """Write celu(x, a) as elu, which has finite gradients."""
     import torch  # pyright: ignore[reportMissingImports]
 
+    return torch.ops.aten.elu(data, alpha, 1.0, 1.0 / alpha)
+
+
+def write_log_sigmoid(data: Any) -> Any:
+    """Write log_sigmoid(x) as -softplus(-x)."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    threshold = 40.0 if data.dtype == torch.float64 else 20.0
+    return -torch.nn.functional.softplus(-data, 1.0, threshold)
+
+
+def write_sinc(data: Any) -> Any:
+    """Write sinc(x) as sin(pi x) / (pi x), and 1 at 0, whose gradient is 0."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if not data.is_floating_point():
+        return NotImplemented
+    angle = torch.where(data == 0, 1.0, data * math.pi)
+    return torch.where(data == 0, 1.0, angle.sin() / angle)
+
+
+def write_vector_norm(
+    data: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    """Write vector_norm(x) of order 2 as sqrt(sum(x * x)), in float32 for narrow floats."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    result = dtype or data.dtype
+    if ord != 2 or not result.is_floating_point or not data.is_floating_point():
+        return NotImplemented
+    wide = data.to(torch.float64 if result == torch.float64 else torch.float32)
+    axes = list(range(data.dim())) if dim is None else dim
+    return (wide * wide).sum(axes, keepdim).sqrt().to(result)
+
+
+def write_pow(data: Any, exponent: Any) -> Any:
+    """Write pow(x, 0.5) as the root, and pow(x, 3) and pow(x, -2) of bfloat16 as products: PyTorch
+    computes them so, and rounds each product.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if exponent == 0.5 and data.is_floating_point():
+        return data.sqrt()
     if data.dtype != torch.bfloat16 or exponent not in (3, -2):
         return NotImplemented
     square = data * data
@@ -535,6 +579,7 @@ COMPOSITES: dict[str, Composite] = {
     "bucketize.Tensor": write_bucketize,
     "bucketize.Scalar": write_bucketize,
     "_cdist_forward.default": write_cdist,
+    "celu.default": write_celu,
     "clamp.Tensor": write_clamp,
     "constant_pad_nd.default": write_pad,
     "convolution.default": write_convolution,
@@ -549,6 +594,8 @@ COMPOSITES: dict[str, Composite] = {
     "hypot.default": write_hypot,
     "index_reduce.default": write_index_reduce,
     "ldexp.Tensor": write_ldexp,
+    "log_sigmoid.default": write_log_sigmoid,
+    "linalg_vector_norm.default": write_vector_norm,
     "masked_scatter.default": write_masked_scatter,
     "_native_batch_norm_legit.no_stats": write_norm_of_batch,
     "one_hot.default": write_one_hot,
@@ -559,6 +606,7 @@ COMPOSITES: dict[str, Composite] = {
     "scalar_tensor.default": write_scalar_tensor,
     "searchsorted.Tensor": write_searchsorted,
     "searchsorted.Scalar": write_searchsorted,
+    "sinc.default": write_sinc,
     "_trilinear.default": write_trilinear,
     "unfold.default": write_unfold,
     "var.correction": write_var,

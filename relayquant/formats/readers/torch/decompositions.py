@@ -54,7 +54,7 @@ SCALING = ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar")
 #: floats in float32.
 COMPUTED_WIDE = (
     *("addbmm.default", "addmv.default", "hypot.default", "_cdist_forward.default"),
-    "scaled_dot_product_attention.default",
+    *("scaled_dot_product_attention.default", "sinc.default"),
 )
 #: Operators that round a number to the type of narrow floats beside it. Others compute with it as
 #: a float32.
@@ -92,6 +92,7 @@ def make_decompositions() -> Any:
     put("scaled_dot_product_attention.default", attend)
     put("view.default", view_copy)
     put("upsample_bicubic2d.vec", keep_fixed)
+    put("softplus.default", keep)
     for name in COMPUTED_WIDE:
         put(name, compute_wide)
     return table
@@ -318,6 +319,11 @@ def attend(_operator: Any, own: Decomposition) -> Decomposition:
         return result if takes_views() else order_as(result, query)
 
     return decompose
+
+
+def keep(_operator: Any, _own: Decomposition) -> Decomposition:
+    """Keep an operator: PyTorch's decomposition has NaN as the gradient of large numbers."""
+    return give_nothing
 
 
 def keep_fixed(_operator: Any, own: Decomposition) -> Decomposition:
