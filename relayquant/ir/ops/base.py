@@ -26,6 +26,7 @@ from relayquant.ir.dialect.accumulator_range import SUM_DTYPES, choose_accumulat
 from relayquant.ir.rewrite import Emitter, Match, Matcher, Pattern, Skip, check_attributes
 from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
+from relayquant.ir.rewrite.pattern import refuse_dpl
 
 #: last part of the names of exact accumulators, the accumulator with bias first
 TOTALS = ("biased", "acc")
@@ -321,6 +322,7 @@ class QuantOp:
     has_affine_rule: bool = False
 
     def __post_init__(self) -> None:
+        refuse_dpl(self.pattern, f"QuantOp {self.name!r}: pattern")
         named = set(self.pattern.parts) if isinstance(self.pattern, Pattern) else None
         missing = [] if named is None else [o.name for o in self.operands if o.name not in named]
         if missing:

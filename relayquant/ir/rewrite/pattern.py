@@ -21,6 +21,7 @@ from tvm.relax.dpl import (
     WildcardPattern,
 )
 
+from relayquant.errors import ConfigError
 from relayquant.ir.rewrite.graph import Graph, free_vars
 
 #: nodes of a dpl pattern for an operator or a tuple, as opposed to wildcards
@@ -84,6 +85,16 @@ class Matcher(Protocol):
     def match(self, graph: Graph, var: relax.Var) -> Match | None:
         """Find the match with its result bound to `var`, or None."""
         ...
+
+
+def refuse_dpl(matcher: object, where: str) -> None:
+    """Raise ConfigError for a bare dpl pattern, which has a method `match` of its own."""
+    if isinstance(matcher, DFPattern):
+        raise ConfigError(
+            f"{where} is a pattern of tvm.relax.dpl; allowed: Pattern(root, parts), which names "
+            "the operands, for instance Pattern(is_op('relax.add')(x, y), {'x': x, 'y': y}).",
+            code="RQ106",
+        )
 
 
 def may_match(matcher: Any, op_name: str) -> bool:
@@ -152,12 +163,23 @@ class Pattern:
     def find(self, graph: Graph, var: relax.Var) -> Match | None:
         """Find the match at `var`, even if a value inside is used elsewhere
         (`Match.find_shared`).
+
+        Raises:
+            ConfigError: a part is not among the nodes that matched.
         """
         if self.op_name and graph.op_name(var) != self.op_name:
             return None
         found = self.root.extract_matched_expr(var, graph.var2val)
         if not found:
             return None
+        foreign = [name for name, node in self.parts.items() if node not in found]
+        if foreign:
+            raise ConfigError(
+                f"{self!r}: part {foreign[0]!r} is no node of what matched. Build the root and the "
+                "parts from the same wildcard() or is_const(), and give each alternative of an "
+                "or-pattern a Pattern of its own.",
+                code="RQ106",
+            )
         # The matcher looks through variables: for a variable it returns the bound value.
         parts = {
             name: graph.bound.get(found[node], found[node]) for name, node in self.parts.items()

@@ -16,7 +16,7 @@ from tvm import relax
 
 from relayquant.base.arguments import check_fields
 from relayquant.ir.rewrite.graph import Graph
-from relayquant.ir.rewrite.pattern import Match, Matcher, may_match
+from relayquant.ir.rewrite.pattern import Match, Matcher, may_match, refuse_dpl
 from relayquant.ir.rewrite.walker import Emitter, rewrite_main, tidy_module
 
 logger = logging.getLogger("relayquant.ir.rewrite")
@@ -57,6 +57,9 @@ class Rule(Generic[ContextT, PlaceT, ResultT]):
     name: str
     pattern: Matcher | frozenset[str]
     rewrite: Callable[[ContextT, PlaceT], ResultT | Skip]
+
+    def __post_init__(self) -> None:
+        refuse_dpl(self.pattern, f"Rule {self.name!r}: pattern")
 
 
 #: Called for a rule that declined, with the rule's name, the value's name and the Skip.

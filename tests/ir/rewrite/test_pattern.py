@@ -14,7 +14,9 @@ from tvm.relax.dpl import is_op, wildcard
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relayquant.ir.rewrite import Graph, Pattern
+from relayquant.errors import ConfigError
+from relayquant.ir.ops import Operand, QuantOp
+from relayquant.ir.rewrite import Graph, Pattern, Rule, Skip
 
 W = relax.const(np.ones((4, 3, 1, 1), "float32"))
 B = relax.const(np.ones((1, 4, 1, 1), "float32"))
@@ -145,3 +147,26 @@ def test_match__refused_when_a_value_is_inside_and_outside():
     )
     graph = Graph(TWICE)
     assert pattern.match(graph, graph.vars["out"]) is None
+
+
+@pytest.mark.parametrize("alternatives", [False, True])
+def test_match__a_part_that_is_no_node_of_the_pattern_is_named(alternatives):
+    """The same wildcard has to be in the pattern and in the parts."""
+    x, y = wildcard(), wildcard()
+    root = is_op("relax.nn.relu")(x)
+    if alternatives:  # y is a node, but not of the alternative that matches
+        root = root | is_op("relax.sigmoid")(y)
+    graph = Graph(PLAIN)
+    out = next(var for var in graph.values if var.name == "out")
+    with pytest.raises(ConfigError, match=r"part 'y' is no node of what matched.*wildcard"):
+        Pattern(root, {"x": x, "y": y}).match(graph, out)
+
+
+def test_refuse_dpl__a_bare_pattern_of_tvm_is_named():
+    """It has a method `match`, so it would pass for a Matcher and fail in TVM."""
+    bare = is_op("relax.add")(wildcard(), wildcard())
+    message = r"'mine': pattern is a pattern of tvm.relax.dpl; allowed: Pattern\(root, parts\)"
+    with pytest.raises(ConfigError, match=message):
+        Rule("mine", bare, lambda context, match: Skip("no"))
+    with pytest.raises(ConfigError, match=message):
+        QuantOp("mine", "relax.add", bare, (Operand("x"),), realize=lambda context: Skip("no"))
