@@ -25,6 +25,7 @@ from relayquant.codegen.rewrites.inner_sizes import settle_inner_sizes
 from relayquant.codegen.rewrites.layout import convert_layout
 from relayquant.codegen.rewrites.order import order_values
 from relayquant.codegen.rewrites.split_int64_accumulation import split_int64_sums
+from relayquant.codegen.rewrites.spread_images import mark_spreads
 from relayquant.codegen.rewrites.transposed_blocks import make_pixel_blocks
 from relayquant.codegen.rewrites.transposed_sequences import lay_sequences
 from relayquant.codegen.rewrites.type_promotion import widen_types
@@ -74,7 +75,7 @@ def make_pipeline(
         checks = find_shape_checks(mod)
         if has_integer_main(mod):
             mod = split_int64_sums(subtract_zero_points(mod))
-        mod = make_pixel_blocks(convert_layout(lay_sequences(mod)))
+        mod = make_pixel_blocks(convert_layout(mark_spreads(lay_sequences(mod))))
         if bf16 is None:
             mod = lower_masked_attention(mod, target)
         mod = lower_integer(mod, target, choose_schedule)

@@ -11,11 +11,8 @@ from tvm.ir import Call, GlobalVar
 from tvm.relax.analysis import tir_vars_in_type
 
 from relayquant.codegen.lowering.engine import mark_opaque
-from relayquant.ir.dialect.loops import OPAQUE
+from relayquant.ir.dialect.loops import INJECTIVE, OPAQUE
 from relayquant.ir.rewrite.expressions import list_bindings
-
-#: relax::OpPatternKind::kInjective: each element is computed from elements at any positions.
-INJECTIVE = 2
 
 
 def keep_apart(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:

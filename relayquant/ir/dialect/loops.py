@@ -18,8 +18,9 @@ from relayquant.ir.dialect.operands import operator_name
 from relayquant.ir.dialect.parameters import PrimExpr, Reader, compute_tensor
 
 #: relax::OpPatternKind: how FuseOps treats a loop nest that says it itself. It leaves opaque ones,
-#: such as those that read packed bytes, alone.
-BROADCAST, OPAQUE = 1, 8
+#: such as those that read packed bytes, alone. Injective: an element is computed from elements at
+#: any positions.
+BROADCAST, INJECTIVE, OPAQUE = 1, 2, 8
 
 
 def has_known_shape(call: Call) -> bool:
