@@ -47,7 +47,8 @@ class CallForm:
         these tensors only.
 
         Raises:
-            DataError: the structure differs from the example inputs.
+            DataError: the structure differs from the example inputs, or an argument is an array of
+                another package.
         """
         if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
             return list(args)
@@ -58,6 +59,13 @@ class CallForm:
                 f"The arguments have another structure than the example inputs: {error}",
                 code="RQ302",
             ) from error
+        for leaf in leaves:
+            if hasattr(leaf, "__array__") and not isinstance(leaf, torch.Tensor):
+                raise DataError(
+                    f"An argument of the module is a {type(leaf).__name__}; allowed: a "
+                    "torch.Tensor. For an array x: torch.from_numpy(x).",
+                    code="RQ302",
+                )
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def build_result(self, result: Any) -> Any:

@@ -300,3 +300,11 @@ def test_ranges__frozen_before_the_first_batch_stay_unknown(batches):
         rq.torch.convert(module)
     train(module.thaw_ranges(), batches[:1])
     rq.torch.convert(module)
+
+
+def test_prepare_qat__an_array_in_place_of_a_tensor_is_named():
+    """It is not left out, so that the module would lack an input."""
+    inputs = torch.zeros(2, 3)
+    prepared = rq.torch.prepare_qat(torch.nn.Linear(3, 2), (inputs,))
+    with pytest.raises(rq.DataError, match=r"is a ndarray; allowed: a torch.Tensor.*from_numpy"):
+        prepared(inputs.numpy())
