@@ -191,7 +191,7 @@ def guard_module(
     promise = find_promise(calibrated, settings)
     if promise or not seen.deviates:
         module = write_ledger(qmod, replace(read_ledger(qmod), guard=seen))
-        return made.change(module, explain_deviation(seen, promise))
+        return made.change(module, explain_deviation(seen, promise, calibrated.effort))
     suspects = find_suspects(calibrated, qmod, look, settings)
     found = revert_operators(suspects, build)
     # What was mended on some samples is mended less on others.

@@ -23,7 +23,7 @@ from relayquant.analysis.outputs import (
     order_inputs,
 )
 from relayquant.codegen.eager import EagerModule
-from relayquant.config import Guard
+from relayquant.config import Effort, Guard
 from relayquant.errors import AccuracyWarning, DataWarning, warn_user
 from relayquant.flow.refine.look import (
     Look,
@@ -106,15 +106,14 @@ def find_promise(prepared: PreparedModel, settings: QuantizeSettings) -> str:
     return ""
 
 
-def explain_deviation(seen: GuardResult, promise: str) -> str:
+def explain_deviation(seen: GuardResult, promise: str, effort: str) -> str:
     """Name the first operator that is off where outputs deviate and none is reverted; else ""."""
     if not (seen.deviates or seen.deviates_slightly):
         return ""
     why = f"; {promise}. "
     if seen.deviates_slightly:
-        why = (
-            ". That is more than 8 bits usually cost; effort='best' or quantize(metric=) may help. "
-        )
+        more = "" if effort == Effort.BEST.value else "effort='best' or "
+        why = f". That is more than 8 bits usually cost; {more}quantize(metric=) may help. "
     first = "No operator has a result that both models show"
     if seen.operator:
         first = f"The first operator that is off is {seen.operator!r}"

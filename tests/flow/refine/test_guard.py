@@ -29,7 +29,7 @@ from relayquant.demo import load_digits
 from relayquant.flow.pipeline import guard_module
 from relayquant.flow.refine import guard as guard_of_flow
 from relayquant.flow.refine import reverting
-from relayquant.flow.refine.guard import find_first_off
+from relayquant.flow.refine.guard import explain_deviation, find_first_off
 from relayquant.flow.refine.kept_samples import count_all_macs, plan_looks, take_sample
 from relayquant.flow.refine.look import (
     deviates,
@@ -259,6 +259,14 @@ def test_rate_samples__silence_is_no_loss():
     rated = rate_samples(energies)
     np.testing.assert_allclose(rated[:2], [20, 0], atol=1e-9)
     assert rated[2] > 20
+
+
+def test_guard__advises_best_effort__but_not_behind_it():
+    seen = GuardResult(8, 17.0, deviates_slightly=True)
+    assert "effort='best' or quantize(metric=) may help" in explain_deviation(seen, "", "balanced")
+    text = explain_deviation(seen, "", "best")
+    assert "usually cost; quantize(metric=) may help" in text
+    assert "effort=" not in text
 
 
 def test_guard__warns_in_between(digits, broken):
