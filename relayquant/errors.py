@@ -168,12 +168,17 @@ def suggest_sizes(name: str, wanted: Sequence[object], given: Sequence[int]) -> 
 LISTED = 40
 
 
+def find_near_name(wrong: str, known: Iterable[str]) -> str:
+    """Return the member of `known` that `wrong` may stand for; "" if none is near."""
+    return next(iter(difflib.get_close_matches(wrong, sorted(set(known)), n=1)), "")
+
+
 def suggest_name(wrong: str, known: Iterable[str]) -> str:
     """Suggest the member of `known` that is nearest to `wrong`, or list the known ones."""
     known = sorted(set(known))
-    near = difflib.get_close_matches(wrong, known, n=1)
+    near = find_near_name(wrong, known)
     if near:
-        return f"Did you mean {near[0]!r}?"
+        return f"Did you mean {near!r}?"
     if len(known) > LISTED:
         return f"Known: {', '.join(map(repr, known[:LISTED]))}, ... ({len(known)} in all)."
     return f"Known: {', '.join(map(repr, known))}." if known else "None is known."

@@ -75,7 +75,7 @@ def add_data(parser: ArgumentParent, *, required: bool = True, text: str = "") -
         required=required,
         metavar="DATA",
         help="representative inputs: an .npz with one array for each model input, samples along "
-        f"axis 0; or a folder of pictures{text}",
+        f"axis 0; for one input also an .npy; or a folder of pictures{text}",
     )
     parser.add_argument(
         "--preprocess",

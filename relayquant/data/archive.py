@@ -1,4 +1,4 @@
-"""Data sets in .npz files: batches are read one at a time, without pickle."""
+"""Data sets in .npz and .npy files: batches are read one at a time, without pickle."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from relayquant.data.item import (
     Batch,
     InputInfo,
     check_names,
+    list_names,
 )
 from relayquant.errors import DataError, DataWarning, format_count, warn_user
 
@@ -39,8 +40,38 @@ class _Member:
     header: ArrayHeader
 
 
+@dataclass(frozen=True)
+class _OneArray:
+    """An .npy file, seen as an .npz with one array that has no name."""
+
+    path: Path
+
+    def __enter__(self) -> _OneArray:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+    def namelist(self) -> list[str]:
+        return [f"{UNNAMED}.npy"]
+
+    def open(self, file: str) -> IO[bytes]:
+        return self.path.open("rb")
+
+    def measure(self, file: str) -> int:
+        return self.path.stat().st_size
+
+
+class _Archive(zipfile.ZipFile):
+    """An .npz."""
+
+    def measure(self, file: str) -> int:
+        """The number of bytes of an array's file."""
+        return self.getinfo(file).file_size
+
+
 def list_arrays(path: Path) -> dict[str, str]:
-    """Name of each array of an .npz -> its file in there."""
+    """Name of each array of an .npz -> its file in there. An .npy has one array, without a name."""
     with _open_archive(path) as archive:
         return {f[: -len(".npy")]: f for f in archive.namelist() if f.endswith(".npy")}
 
@@ -50,15 +81,15 @@ def open_archive(
 ) -> tuple[int, Callable[[], Iterator[Batch]]]:
     """Return (number of batches, function that yields them from the beginning)."""
     advice = "Write one with np.savez(path, **{input name: array with samples along axis 0})."
-    if path.suffix.lower() == ".npy":
-        raise DataError(
-            f"{path} is an .npy file, which names no input; pass np.load(path), or an .npz. "
-            f"{advice}",
-            code="RQ301",
-        )
     if not path.is_file():
         raise DataError(
             f"The data set {str(path)!r} is not a file; expected an .npz. {advice}", code="RQ301"
+        )
+    if path.suffix.lower() == ".npy" and len(inputs) != 1:
+        raise DataError(
+            f"{path} is an .npy file, which names no input, but the model has "
+            f"{format_count(len(inputs), 'input')} ({list_names(inputs)}). {advice}",
+            code="RQ302",
         )
     files = list_arrays(path)
     with _open_archive(path) as archive:
@@ -89,22 +120,25 @@ def open_archive(
     return cut.batches, open_items
 
 
-def _open_archive(path: Path) -> zipfile.ZipFile:
+def _open_archive(path: Path) -> _Archive | _OneArray:
+    if path.suffix.lower() == ".npy":
+        return _OneArray(path)
     with reading(path, "data set in an .npz"):
-        return zipfile.ZipFile(path)
+        return _Archive(path)
 
 
 @contextmanager
-def _open_member(path: Path, archive: zipfile.ZipFile, file: str) -> Iterator[IO[bytes]]:
+def _open_member(path: Path, archive: _Archive | _OneArray, file: str) -> Iterator[IO[bytes]]:
     """Open an entry for reading. Problems with it become a DataError that names file and entry."""
-    with reading(f"{path}: {file}", "array"), archive.open(file) as stream:
+    where = f"{path}: {file}" if isinstance(archive, _Archive) else path
+    with reading(where, "array"), archive.open(file) as stream:
         yield stream
 
 
-def _read_header(path: Path, archive: zipfile.ZipFile, file: str) -> _Member:
+def _read_header(path: Path, archive: _Archive | _OneArray, file: str) -> _Member:
     with _open_member(path, archive, file) as stream:
         header = read_array_header(stream)
-        check_array_size(header, stream.tell(), archive.getinfo(file).file_size)
+        check_array_size(header, stream.tell(), archive.measure(file))
     return _Member(file, header)
 
 
@@ -126,7 +160,7 @@ def _check_memory(path: Path, member: _Member, cut: Cut) -> None:
 
 
 def _read_entries(
-    path: Path, archive: zipfile.ZipFile, member: _Member, cut: Cut
+    path: Path, archive: _Archive | _OneArray, member: _Member, cut: Cut
 ) -> Iterator[NDArray[Any]]:
     """Yield one array per batch. Holds one batch in memory, or the whole array if it is in Fortran
     order (rare).

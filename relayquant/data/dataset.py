@@ -96,8 +96,8 @@ def open_dataset(
     - an iterable that can be read repeatedly and yields dicts `{input: array}`, tuples or lists in
       input order, or (one input) single arrays: each item is one batch;
     - a path to an .npz with an array per input, samples along axis 0 (other arrays in it, such as
-      labels, are ignored; with one input and one array the name does not matter). It is read batch
-      by batch and never loaded as a whole;
+      labels, are ignored; with one input and one array the name does not matter), or (one input) to
+      an .npy. It is read batch by batch and never loaded as a whole;
     - a dict of arrays with samples along axis 0, or (one input) one such array. An array is always
       cut along axis 0. To use it as one batch, put it in a list;
     - a function without arguments that returns a new iterator of items at every call;
@@ -139,7 +139,8 @@ def open_dataset(
         return open_arrays(arrays, inputs, batch_size)
     if batch_size is not None:
         raise ConfigError(
-            "batch_size applies to arrays and .npz files; an iterable yields batches as they are.",
+            "batch_size applies to arrays, .npz and .npy files; an iterable yields batches as they "
+            "are.",
             code="RQ301",
         )
     read_item = read_by_index(dataset) if is_sequence(dataset) else None

@@ -5,7 +5,7 @@ anew with the next one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from relayquant.data.archive import list_arrays
 from relayquant.data.dataset import Dataset, open_dataset
 from relayquant.data.item import Batch, InputInfo, convert_item, is_array
 from relayquant.data.iterable import read_items, read_one
-from relayquant.errors import DataError
+from relayquant.errors import DataError, find_near_name
 
 #: (inputs by name) -> the new values of the state by name
 Step = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
@@ -72,12 +72,16 @@ def open_sequences(
         step: Runs the float model once.
 
     Raises:
-        DataError: as `open_dataset`, or a sequence is empty.
+        DataError: as `open_dataset`, or a sequence is empty, or a file has some states and lacks
+            others, or an array with nearly a state's name.
     """
     given = tuple(info for info in inputs if info.name not in initial)
     if isinstance(dataset, (str, os.PathLike, Mapping)) or is_array(dataset):
         stacked = open_dataset(dataset, given)
-        is_whole = initial.keys() <= find_names(dataset)
+        names = find_names(dataset)
+        is_whole = initial.keys() <= names
+        if isinstance(dataset, (str, os.PathLike)) and not is_whole:
+            check_states(Path(dataset), names, given, initial)
         dataset = open_dataset(dataset, inputs) if is_whole else SampleSequence(stacked)
     if isinstance(dataset, SampleSequence):
         dataset = [dataset]
@@ -122,6 +126,28 @@ def open_sequences(
         read_steps,
         sequences=lambda: (steps for steps, complete in read_sequences() if complete is None),
     )
+
+
+def check_states(
+    path: Path, names: Collection[str], given: Sequence[InputInfo], initial: Mapping[str, Any]
+) -> None:
+    """Raise DataError for an .npz in which a state is misspelled, or has some states only. Other
+    arrays, such as labels, are allowed.
+    """
+    taken = {info.name for info in given}
+    missing = [name for name in initial if name not in names]
+    others = [name for name in sorted(names) if name not in taken and name not in initial]
+    near = [(name, found) for name in others if (found := find_near_name(name, missing))]
+    have = [name for name in initial if name in names]
+    if near or have:
+        found = f"; its array {near[0][0]!r} is no input" if near else ""
+        name = near[0][1] if near else missing[0]
+        what = f"it has the state {have[0]!r}, and" if have else "it"
+        raise DataError(
+            f"The data set {path}: {what} lacks the state {name!r}{found}; allowed: all states, or "
+            "none of them. Name each array as an input of the model.",
+            code="RQ302",
+        )
 
 
 def find_names(dataset: Any) -> set[str]:

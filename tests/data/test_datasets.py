@@ -253,8 +253,59 @@ def test_paths__messages(tmp_path):
     with pytest.raises(DataError, match="is not a file"):
         open_dataset(tmp_path, IMAGE)
     np.save(tmp_path / "x.npy", DATA)
-    with pytest.raises(DataError, match=r"is an .npy file, which names no input; pass np.load"):
+    match = r"is an .npy file, which names no input, but the model has 2 inputs \('ids', 'mask'\)"
+    with pytest.raises(DataError, match=match):
+        open_dataset(tmp_path / "x.npy", PAIR)
+    with pytest.raises(DataError, match=r"'nowhere.npy' is not a file"):
+        open_dataset("nowhere.npy", IMAGE)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_npy__is_the_one_input(tmp_path, order):
+    np.save(tmp_path / "x.npy", np.asarray(DATA, order=order))
+    made = image_batches(tmp_path / "x.npy")
+    for got, expected in zip(made, image_batches(DATA), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("content", [b"", b"rubbish", b"\x93NUMPY\x01\x00"])
+def test_npy__damaged(tmp_path, content):
+    (tmp_path / "x.npy").write_bytes(content)
+    with pytest.raises(DataError, match=r"x.npy"):
         open_dataset(tmp_path / "x.npy", IMAGE)
+
+
+def test_npy__shorter_than_it_says(tmp_path):
+    np.save(tmp_path / "x.npy", DATA)
+    data = (tmp_path / "x.npy").read_bytes()
+    (tmp_path / "x.npy").write_bytes(data[:-8])
+    with pytest.raises(DataError, match=r"x.npy is no array.* says shape .* but it has"):
+        open_dataset(tmp_path / "x.npy", IMAGE)
+
+
+STATES = {"hidden": np.zeros((1, 2), "float32"), "cell": np.zeros((1, 2), "float32")}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["hiden", "cells"], r"lacks the state 'cell'; its array 'cells' is no input"),
+        (["hidden"], r"has the state 'hidden', and lacks the state 'cell'; allowed: all states"),
+        (["hidden", "celll"], r"lacks the state 'cell'; its array 'celll' is no input"),
+        (["labels"], ""),
+        ([], ""),
+    ],
+)
+def test_state_in_a_file__misspelled_or_missing(tmp_path, given, message):
+    """It would begin with its initial value, and the data would be one sequence."""
+    inputs = (*IMAGE, *(InputInfo(name, each.shape, "float32") for name, each in STATES.items()))
+    arrays = {name: np.zeros((len(DATA), 2), "float32") for name in given}
+    path = save(tmp_path / "data.npz", image=DATA, **arrays)
+    if message:
+        with pytest.raises(DataError, match=message):
+            open_sequences(path, inputs, STATES, lambda batch: STATES)
+    else:
+        assert len([*open_sequences(path, inputs, STATES, lambda batch: STATES)]) == len(DATA)
 
 
 @pytest.mark.parametrize("one_shot", [(x for x in DATA), iter([DATA]), map(abs, DATA)])
@@ -477,7 +528,7 @@ def test_batch_size__refused(batch_size):
 
 
 def test_batch_size__does_not_apply_to_iterables():
-    with pytest.raises(ConfigError, match=r"batch_size applies to arrays and .npz files"):
+    with pytest.raises(ConfigError, match=r"batch_size applies to arrays, .npz and .npy"):
         open_dataset([DATA], IMAGE, batch_size=2)
 
 
