@@ -479,6 +479,8 @@ def lower_matmul(context: FloatContext, root: relax.Var) -> Lowered | Skip:
     shape, other = shape_of(data), shape_of(weight)
     if len(shape) < 2 or len(other) < 2:
         return decline("vectors")
+    if any(static_size(extent) == 0 for extent in (*shape, *other)):
+        return decline("no elements")
     dots = read_dots(context, shape, weight)
     if dots is not None:
         spec, stored = dots

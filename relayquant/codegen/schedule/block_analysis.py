@@ -253,8 +253,8 @@ def pick_width(extent: int, lanes: int, least: int = 2) -> int:
 
 
 def largest_divisor(extent: int, limit: int) -> int:
-    """Return the largest divisor of `extent` that is at most `limit`."""
-    return next(d for d in range(min(extent, limit), 0, -1) if extent % d == 0)
+    """Return the largest divisor of `extent` that is at most `limit`; 1 for an extent of 0."""
+    return next(d for d in range(max(min(extent, limit), 1), 0, -1) if extent % d == 0)
 
 
 def is_identity(info: BlockInfo) -> bool:

@@ -210,3 +210,65 @@ def test_reshape__with_allowzero_of_nothing():
     mod, _ = rq.load(model)
     (found,) = rq.reference.run(mod, [np.ones((2, 3), FLOAT)])
     assert found.shape == (3, 0)
+
+
+EMPTY = np.ones((0, 3), FLOAT)
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes", "others"),
+    [
+        ("ReduceSum", {}, [np.array([0])]),
+        ("MatMul", {}, [np.ones((3, 4), FLOAT)]),
+        ("Concat", {"axis": 0}, [np.ones((2, 3), FLOAT)]),
+        ("Pad", {}, [np.array([1, 0, 1, 0])]),
+        ("Shape", {}, []),
+        ("Reshape", {"allowzero": 1}, [np.array([3, 0])]),
+        ("Reshape", {}, [np.array([0, 1, 3])]),
+        ("Flatten", {"axis": 1}, []),
+        ("Flatten", {"axis": 0}, []),
+        ("Flatten", {"axis": -1}, []),
+    ],
+)
+def test_size_0__of_an_input_stays_0(op, attributes, others):
+    """A size declared 0 is no free size: results are those of data without elements."""
+    out, places = TensorProto.INT64 if op == "Shape" else None, range(1, 1 + len(others))
+    model = make_model(op, [EMPTY, *others], attributes, constants=places, out=out)
+    mod, _ = rq.load(model)
+    (param,) = mod["main"].params
+    assert [int(size) for size in param.ty.shape] == [0, 3]
+    (want,) = run_onnxruntime(model, {param.name: EMPTY})
+    found = [
+        rq.reference.run(mod, [EMPTY])[0],
+        rq.Executor(rq.compile(mod)).run("main", [EMPTY])[0],
+    ]
+    for each in found:
+        assert (each.dtype, each.shape) == (want.dtype, want.shape)
+        np.testing.assert_array_equal(each, want)
+
+
+def test_size_0__is_replaced_by_shapes():
+    """Some exporters write 0 for a size that they do not know."""
+    model = make_model("Relu", [EMPTY], {})
+    name = model.graph.input[0].name
+    for shape in ((2, 3), ("N", 3)):
+        mod, _ = rq.load(model, shapes={name: shape})
+        np.testing.assert_array_equal(rq.reference.run(mod, [np.ones((2, 3), FLOAT)])[0], 1)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_reshape__with_allowzero_of_a_free_size(count):
+    """A 0 is a size, which data of another size does not fit; the run says so."""
+    info = helper.make_tensor_value_info("x", TensorProto.FLOAT, ("N", 3))
+    node = helper.make_node("Reshape", ["x", "sizes"], ["y"], allowzero=1)
+    sizes = onnx.numpy_helper.from_array(np.array([3, 0]), "sizes")
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph([node], "free", [info], [result], [sizes])
+    mod, _ = rq.load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]))
+    data, executor = np.ones((count, 3), FLOAT), rq.Executor(rq.compile(mod))
+    for run in (lambda: rq.reference.run(mod, [data]), lambda: executor.run("main", [data])):
+        if count:
+            with pytest.raises(Exception, match=r"reshape|do not fit"):
+                run()
+        else:
+            assert run()[0].shape == (3, 0)

@@ -270,7 +270,7 @@ def fix_shape(info: onnx.ValueInfoProto, wanted: Sequence[int | str] | None) -> 
             else:
                 dim.dim_value = size
     for i, dim in enumerate(shape.dim):
-        if not dim.dim_value and not dim.dim_param.strip():
+        if not dim.HasField("dim_value") and not dim.dim_param.strip():
             dim.dim_param = f"{info.name}_dim{i}"
     return copy
 
@@ -284,7 +284,8 @@ def name_sizes(inputs: Sequence[onnx.ValueInfoProto]) -> list[onnx.ValueInfoProt
     copies = [onnx.ValueInfoProto() for _ in inputs]
     for copy, info in zip(copies, inputs, strict=True):
         copy.CopyFrom(info)
-    dims = [dim for info in copies for dim in info.type.tensor_type.shape.dim if not dim.dim_value]
+    every = [dim for info in copies for dim in info.type.tensor_type.shape.dim]
+    dims = [dim for dim in every if not dim.HasField("dim_value")]
     taken = {dim.dim_param for dim in dims}
     plain = {name for name in taken if not OPERATOR.search(name) and not name.strip().isdigit()}
     chosen: dict[str, str] = {}

@@ -188,6 +188,18 @@ class _Importer(FRONTEND.ONNXGraphImporter):
         # TVM makes no dataflow block if it sees an If among the nodes. No If is left here.
         return self.from_onnx(replace(self._graph, node=()), opset)
 
+    def _parse_graph_input(self, graph: _GraphView) -> None:
+        """Make the parameters. TVM takes a size of 0 for a free one."""
+        super()._parse_graph_input(graph)
+        for info in graph.input:
+            dims = info.type.tensor_type.shape.dim
+            is_zero = [dim.HasField("dim_value") and not dim.dim_value for dim in dims]
+            if any(is_zero):
+                var = self._nodes[info.name]
+                sizes = [0 if each else n for each, n in zip(is_zero, var.ty.shape, strict=True)]
+                var = relax.Var(var.name, relax.TensorType(sizes, tensor_dtype(var)))
+                self._nodes[info.name] = self._inputs[info.name] = var
+
     def _check_for_unsupported_ops(self, graph: _GraphView) -> None:
         self._check_nodes(self._graph.node)
 

@@ -78,6 +78,7 @@ from relayquant.formats.readers.onnx.resize import convert_resize, convert_upsam
 from relayquant.formats.readers.onnx.signal import convert_dft, convert_stft
 from relayquant.formats.readers.onnx.sizes import (
     convert_constant_of_shape,
+    convert_flatten,
     convert_reshape,
     convert_split,
     limit_range,
@@ -240,6 +241,7 @@ OPERATORS: dict[str, Convert] = {
     "OptionalHasElement": convert_optional_has_element,
     "Dropout": convert_dropout,
     "Expand": convert_expand,
+    "Flatten": convert_flatten,
     "IsInf": convert_is_inf,
     "LayerNormalization": convert_layer_normalization,
     "LpNormalization": convert_lp_normalization,

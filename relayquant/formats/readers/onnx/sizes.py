@@ -136,12 +136,15 @@ def convert_reshape(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> 
     if sizes is not None:
         if not allow_zero or 0 not in sizes:
             return None
-        if 0 not in have or -1 in sizes:
+        is_free = any(isinstance(size, str) for size in have)
+        if (0 not in have and not is_free) or -1 in sizes:
             raise Refusal(
                 f"allowzero=1 makes data of the shape {have} into {sizes}; supported: data with a "
                 "size of 0, and no -1"
             )
-        return relax.op.zeros(sizes, tensor_dtype(data))
+        if 0 in have:
+            return relax.op.zeros(sizes, tensor_dtype(data))
+        wanted = relax.const(np.array(sizes, "int64"), "int64")
     count = count_sizes(wanted)
     zero, one = relax.const(0, "int64"), relax.const(1, "int64")
     mine = emit_sizes(bb, data)
@@ -163,6 +166,23 @@ def convert_reshape(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> 
     return relax.op.reshape(
         data, emit_shape(bb, bb.emit(relax.op.where(is_left, left, sized)), count)
     )
+
+
+def convert_flatten(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr | None:
+    """Convert Flatten of data without elements: the remaining size is a product of sizes, where
+    TVM divides by 0. Other data is left to TVM.
+    """
+    have, axis = known_shape(inputs[0]), int(attrs.get("axis", 1))
+    if 0 not in have or not -len(have) <= axis <= len(have):
+        return None
+    if any(isinstance(size, str) for size in have):
+        raise Refusal(
+            f"its data has the shape {have}, with a size of 0; supported: numbers beside it"
+        )
+    axis += len(have) if axis < 0 else 0
+    # To R.reshape, a 0 stands for the size that is there.
+    sizes = [math.prod(have[:axis]), math.prod(have[axis:])]
+    return relax.op.zeros(sizes, tensor_dtype(inputs[0]))
 
 
 def slice_value(bb: Builder, inputs: Sequence[Any]) -> Any:
