@@ -92,7 +92,8 @@ def is_frozen(tensors: Sequence[torch.Tensor]) -> bool:
 def find_ties(
     origins: Mapping[str, Sequence[torch.Tensor]], values: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, Tie]]:
-    """Find the constants that are one tensor of the module.
+    """Find the constants that are one tensor of the module. Parts of a tensor, such as the three
+    projections of an attention, are not tied to each other.
 
     Args:
         origins: Name of a trained constant -> what it is made from.
@@ -103,7 +104,7 @@ def find_ties(
     """
     first: dict[int, str] = {}
     for name, tensors in origins.items():
-        if len(tensors) != 1:
+        if len(tensors) != 1 or tensors[0].numel() != values[name].numel():
             continue
         source = first.setdefault(id(tensors[0]), name)
         if source == name:
