@@ -15,14 +15,14 @@ from relayquant.ir.dialect.loops import INJECTIVE
 from relayquant.ir.rewrite.expressions import shape_of, static_sizes
 from relayquant.ir.rewrite.graph import tensor_shape
 
-#: The cubic factor, which nearest neighbours do not read, of a resize that is a spread: each axis
-#: has its size, or is 1 and is repeated.
-SPREAD = -0.4375
+#: `cubic_exclude` of a resize to nearest neighbours that is a spread: each axis has its size, or is
+#: 1 and is repeated. It is a flag, 0 or 1, in every file.
+SPREAD = -1
 
 
 def legalize_resize(builder: relax.BlockBuilder, call: Call) -> Any:
     """Legalize a resize2d. A spread is one loop that fuses with its readers."""
-    if float(call.attrs.cubic_alpha) != SPREAD or str(call.attrs.method) != "nearest_neighbor":
+    if int(call.attrs.cubic_exclude) != SPREAD or str(call.attrs.method) != "nearest_neighbor":
         return legalize_as_tvm(builder, call)
     shape, layout = shape_of(call), str(call.attrs.layout)
 

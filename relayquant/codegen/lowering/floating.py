@@ -93,7 +93,7 @@ from relayquant.codegen.lowering.joined_slices import read_joined_slices
 from relayquant.codegen.lowering.kernel_call import build_for_batch, split_batch, vector
 from relayquant.codegen.lowering.narrow_values import StoringKernel, store_narrow
 from relayquant.codegen.tuning.tuner import ChooseFloatSchedule, keep_float_estimate
-from relayquant.ir.rewrite.conv_view import ConvView
+from relayquant.ir.rewrite.conv_view import Conv2dView, ConvView
 from relayquant.ir.rewrite.epilogue_pattern import EpilogueChain, float_takes, follow_epilogue
 from relayquant.ir.rewrite.expressions import (
     is_float32,
@@ -172,21 +172,37 @@ MAKERS: dict[str, Any] = {
 }
 
 
-def read_operands(call: Call) -> tuple[list[Any], list[Any]] | Skip:
-    """Read the shapes NHWC and OHWI of a convolution's data and weights, with a height of 1 for
-    sequences. Skip for other layouts and types than those of the kernels.
+@dataclass(frozen=True, eq=False)
+class ConvOperands:
+    """What a convolution reads, in the layout of the kernels; sequences as images of height 1.
+
+    Attributes:
+        shape: Of the data, NHWC.
+        kernel: Shape of the weights, OHWI.
+        numbers: Strides, padding, dilation and groups.
+        is_sequence: Whether the tensors have no height.
     """
-    view = ConvView.of(call)
-    layouts = view.layout, view.kernel_layout, view.out_layout
-    if layouts not in [(*each, each[0]) for each in (CONV_LAYOUT, SEQUENCE_LAYOUT)]:
-        return Skip(f"layout {'/'.join(layouts)}")
-    if not all(is_float32(each) for each in (*call.args, call)):
-        return decline("not float32 of known rank")
-    shape, kernel = (shape_of(each) for each in call.args)
-    if len(shape) == 3:
-        one = tirx.IntImm("int64", 1)
-        shape, kernel = [shape[0], one, *shape[1:]], [kernel[0], one, *kernel[1:]]
-    return shape, kernel
+
+    shape: list[Any]
+    kernel: list[Any]
+    numbers: Conv2dView
+    is_sequence: bool
+
+    @staticmethod
+    def read(call: Call) -> ConvOperands | Skip:
+        """Read a nn.conv2d or nn.conv1d. Skip for other layouts and types than the kernels take."""
+        view = ConvView.of(call)
+        layouts = view.layout, view.kernel_layout, view.out_layout
+        if layouts not in [(*each, each[0]) for each in (CONV_LAYOUT, SEQUENCE_LAYOUT)]:
+            return Skip(f"layout {'/'.join(layouts)}")
+        if not all(is_float32(each) for each in (*call.args, call)):
+            return decline("not float32 of known rank")
+        shape, kernel = (shape_of(each) for each in call.args)
+        is_sequence = len(shape) == 3
+        if is_sequence:
+            one = tirx.IntImm("int64", 1)
+            shape, kernel = [shape[0], one, *shape[1:]], [kernel[0], one, *kernel[1:]]
+        return ConvOperands(shape, kernel, view.as_2d(), is_sequence)
 
 
 def read_conv2d(call: Call) -> FloatConv2d | Skip:
@@ -196,12 +212,11 @@ def read_conv2d(call: Call) -> FloatConv2d | Skip:
     Returns:
         Skip with the reason if no kernel computes it.
     """
-    found = read_operands(call)
+    found = ConvOperands.read(call)
     if isinstance(found, Skip):
         return found
-    shape, kernel = found
-    numbers, is_sequence = ConvView.of(call).as_2d(), call.args[0].ty.ndim == 3
-    sizes = static_sizes([*shape[1:], *kernel])
+    numbers = found.numbers
+    sizes = static_sizes([*found.shape[1:], *found.kernel])
     if sizes is None:
         return decline("a size other than the batch is symbolic")
     height, width, channels, outputs, kh, kw, _ = sizes
@@ -216,7 +231,7 @@ def read_conv2d(call: Call) -> FloatConv2d | Skip:
         numbers.padding,
         numbers.dilation,
         numbers.groups,
-        is_sequence=is_sequence,
+        is_sequence=found.is_sequence,
     )
     if min(spec.group_out, outputs) < FEWEST_CHANNELS and not spec.is_depthwise:
         return decline("too few channels")
@@ -339,6 +354,21 @@ class FloatContext:
         bias, residual = chain.bias is not None, chain.residual is not None
         return concat, FloatEpilogue(bias, residual, chain.low, chain.high, columns)
 
+    def pack_at_run_time(
+        self,
+        kind: str,
+        spec: FloatConv2d | FreeFloatConv2d,
+        weight: relax.Expr,
+        root: relax.Var,
+        size: int,
+    ) -> Lowered:
+        """Call the kernel that packs weights which are no constant, to `size` elements. They are
+        named after the result `root` of the convolution.
+        """
+        packing = self.make_kernel(kind, replace(spec, epilogue=FloatEpilogue()))
+        packed = relax.DataflowVar(f"{root.name}_packed", relax.TensorType([size], "float32"))
+        return Lowered((packed,), packing, (weight,))
+
 
 def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
     """Lower nn.conv2d and nn.conv1d in the layout of the kernels."""
@@ -368,12 +398,9 @@ def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
             spec = replace(spec, schedule=context.choose_schedule(spec, isa))
         packed = pack_conv2d(weight.value.numpy(), spec, isa)
     else:
-        packing = context.make_kernel(
-            "float_conv2d_packing", replace(spec, epilogue=FloatEpilogue())
-        )
-        ty = relax.TensorType([packed_conv2d_size(spec, isa)], "float32")
-        packed = relax.DataflowVar(f"{root.name}_packed", ty)
-        before = (Lowered((packed,), packing, (weight,)),)
+        size = packed_conv2d_size(spec, isa)
+        packing = context.pack_at_run_time("float_conv2d_packing", spec, weight, root, size)
+        packed, before = packing.output, (packing,)
     kernel = context.make_kernel(kind, spec)
     if spec.is_depthwise:
         operand = 2 + epilogue.bias
@@ -389,15 +416,14 @@ def read_free_conv2d(call: Call) -> FreeFloatConv2d | Skip:
     Returns:
         Skip with the reason if no kernel computes it.
     """
-    found = read_operands(call)
+    found = ConvOperands.read(call)
     if isinstance(found, Skip):
         return found
-    shape, kernel = found
-    numbers, is_sequence = ConvView.of(call).as_2d(), call.args[0].ty.ndim == 3
-    sizes = static_sizes([shape[-1], *kernel])
+    numbers = found.numbers
+    sizes = static_sizes([found.shape[-1], *found.kernel])
     if sizes is None:
         return decline("the number of channels, or a size of the weights, is symbolic")
-    if static_sizes(shape[1:]) is not None:
+    if static_sizes(found.shape[1:]) is not None:
         return Skip("the images have a known size")
     if min(numbers.padding) < 0:
         return decline("the padding is negative")
@@ -410,7 +436,7 @@ def read_free_conv2d(call: Call) -> FreeFloatConv2d | Skip:
         numbers.dilation,
         "float32",
         groups=numbers.groups,
-        is_sequence=is_sequence,
+        is_sequence=found.is_sequence,
     )
     return FreeFloatConv2d(windows, outputs)
 
@@ -431,11 +457,9 @@ def lower_free_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
     if isinstance(weight, GenericConst):
         packed = pack_free_conv2d(weight.value.numpy(), spec, isa)
     else:
-        plain = replace(spec, epilogue=FloatEpilogue())
-        packing = context.make_kernel("float_free_packing", plain)
-        ty = relax.TensorType([count_packed(spec, isa)], "float32")
-        packed = relax.DataflowVar(f"{root.name}_packed", ty)
-        before = (Lowered((packed,), packing, (weight,)),)
+        size = count_packed(spec, isa)
+        packing = context.pack_at_run_time("float_free_packing", spec, weight, root, size)
+        packed, before = packing.output, (packing,)
     if spec.windows.is_pixel:
         # Equal layers share one kernel, so symbols have the same names in all of them.
         letters, extents = "nhw"[: data.ty.ndim - 1], shape_of(data)[:-1]

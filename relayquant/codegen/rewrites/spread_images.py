@@ -18,6 +18,7 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.codegen.legalization.indexing import SPREAD
+from relayquant.codegen.lowering.engine import list_calls
 from relayquant.ir.rewrite.expressions import list_bindings, op_name, shape_of
 from relayquant.ir.rewrite.function import mutate_functions
 from relayquant.ir.rewrite.graph import constant_value
@@ -25,10 +26,10 @@ from relayquant.ir.rewrite.graph import constant_value
 
 def mark_spreads(mod: tvm.IRModule) -> tvm.IRModule:
     """Rewrite such reads of images along height or width in every function of a module."""
-    functions = [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
-    bindings = [each for func in functions for each in list_bindings(func)]
-    if not any(op_name(each.value) == "relax.take" for each in bindings):
+    if not any(op_name(call) == "relax.take" for call in list_calls(mod)):
         return mod
+    functions = (func for _, func in mod.functions_items() if isinstance(func, relax.Function))
+    bindings = (each for func in functions for each in list_bindings(func))
     casts = {each.var: each.value for each in bindings if isinstance(each, relax.MatchCast)}
     return mutate_functions(mod, SpreadMutator(mod, casts))
 
@@ -60,7 +61,7 @@ class SpreadMutator(relax.PyExprMutator):
             method="nearest_neighbor",
             coordinate_transformation_mode="asymmetric",
             rounding_method="floor",
-            cubic_alpha=SPREAD,
+            cubic_exclude=SPREAD,
         )
 
     def ends_at(self, indices: relax.Expr, size: Any) -> bool:

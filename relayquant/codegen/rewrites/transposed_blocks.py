@@ -17,12 +17,12 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.codegen.kernels.windows import PixelBlocks, make_blocks
-from relayquant.codegen.lowering.engine import mark_kernel
+from relayquant.codegen.lowering.engine import list_calls, mark_kernel
 from relayquant.codegen.lowering.floating import CONV_LAYOUT, CONV_TRANSPOSE_LAYOUT
 from relayquant.codegen.lowering.integer.linear import order_transposed_weight
 from relayquant.ir.dialect import qnn
 from relayquant.ir.rewrite.conv_view import ConvView
-from relayquant.ir.rewrite.expressions import list_bindings, op_name, shape_of
+from relayquant.ir.rewrite.expressions import op_name, shape_of
 from relayquant.ir.rewrite.function import mutate_functions
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
@@ -33,9 +33,7 @@ TRANSPOSED = {"relax.nn.conv2d_transpose": CONV_TRANSPOSE_LAYOUT, INTEGER: CONV_
 
 def make_pixel_blocks(mod: tvm.IRModule) -> tvm.IRModule:
     """Rewrite the transposed convolutions of images of free size in every function of a module."""
-    functions = [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
-    bindings = [each for func in functions for each in list_bindings(func)]
-    if not any(isinstance(each.value, Call) and is_free(each.value) for each in bindings):
+    if not any(map(is_free, list_calls(mod))):
         return mod
     return mutate_functions(mod, BlockMutator(mod))
 

@@ -12,24 +12,23 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.codegen.lowering.engine import list_calls
 from relayquant.ir.rewrite.conv_view import ConvView
-from relayquant.ir.rewrite.expressions import is_float32, list_bindings, op_name
+from relayquant.ir.rewrite.expressions import is_float32, op_name
 from relayquant.ir.rewrite.function import mutate_functions
 from relayquant.ir.rewrite.graph import constant_value
 
 
 def lay_sequences(mod: tvm.IRModule) -> tvm.IRModule:
     """Rewrite the transposed convolutions of sequences in every function of a module."""
-    functions = [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
-    bindings = [each for func in functions for each in list_bindings(func)]
-    if not any(is_sequence(each.value) for each in bindings):
+    if not any(map(is_sequence, list_calls(mod))):
         return mod
     return mutate_functions(mod, SequenceMutator(mod))
 
 
-def is_sequence(call: relax.Expr) -> bool:
+def is_sequence(call: Call) -> bool:
     """Whether a call is a transposed convolution of sequences of float32 with constant weights."""
-    if not isinstance(call, Call) or op_name(call) != "relax.nn.conv1d_transpose":
+    if op_name(call) != "relax.nn.conv1d_transpose":
         return False
     view = ConvView.of(call)
     layouts = view.layout, view.kernel_layout, view.out_layout
