@@ -1,7 +1,7 @@
 """Find where a PyTorch module draws random numbers in training mode: dropout, and whole layers that
 are left out.
 
-Training computes the graph of evaluation mode, which has none of it.
+Training computes the graph of evaluation mode, which draws no random numbers.
 """
 
 from __future__ import annotations

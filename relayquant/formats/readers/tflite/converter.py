@@ -111,7 +111,8 @@ STORED = frozenset(
     }
 )
 
-#: Operators that read integers of 8 bits, and most those of 16, as the numbers that they stand for.
+#: Operators that compute with the real numbers that quantized integers stand for: all of them with
+#: 8 bits, most with 16.
 COMPARISONS = ("EQUAL", "GREATER", "GREATER_EQUAL", "LESS", "LESS_EQUAL", "NOT_EQUAL")
 SCALED = frozenset(
     {
