@@ -27,6 +27,7 @@ from relayquant.base.runtime import (
 )
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import Operand
+from relayquant.codegen.kernels.curve import emit_erf
 from relayquant.codegen.kernels.emit import (
     broadcast,
     build_kernel,
@@ -35,7 +36,6 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
 )
 from relayquant.codegen.kernels.floating import row_norm, softmax
-from relayquant.codegen.kernels.floating.curve import emit_erf
 from relayquant.codegen.kernels.floating.row_norm import RowNorm
 from relayquant.codegen.kernels.floating.softmax import Softmax, emit_exp
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa, declare_arguments

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tvm import relax
 
-from relayquant.codegen.kernels.floating.curve import Curve, CurveStep, Operation
+from relayquant.codegen.kernels.curve import Curve, CurveStep, Operation
 from relayquant.codegen.lowering.engine import BlockView
 from relayquant.ir.rewrite.expressions import (
     is_float32,
@@ -17,7 +17,8 @@ from relayquant.ir.rewrite.expressions import (
 )
 from relayquant.ir.rewrite.graph import constant_value
 
-OPERATIONS = {
+#: Operator -> operation of a curve.
+CURVE_OPERATIONS = {
     "relax.add": Operation.ADD,
     "relax.subtract": Operation.SUBTRACT,
     "relax.multiply": Operation.MULTIPLY,
@@ -62,7 +63,7 @@ def find_step(
 def read_step(block: BlockView, var: relax.Var, numbers: dict[relax.Var, int]) -> CurveStep | None:
     """Read the operator that computes `var`. None if it is none of a curve."""
     call, start = block.call_of(var), next(iter(numbers))
-    operation = OPERATIONS.get(op_name(call))
+    operation = CURVE_OPERATIONS.get(op_name(call))
     if call is None or operation is None or not block.is_free(var) or not is_float32(var):
         return None
     if not same_extents(shape_of(var), shape_of(start)):

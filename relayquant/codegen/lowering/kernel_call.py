@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from tvm import relax
@@ -13,7 +13,7 @@ from tvm.tirx import PrimFunc
 from relayquant.codegen.kernels.emit import repeat_over_batch
 from relayquant.codegen.kernels.integer.lookup import ByteShuffle
 from relayquant.codegen.kernels.isa.base import Isa
-from relayquant.codegen.lowering.engine import Kernel, KernelRule, Lowered, Operand
+from relayquant.codegen.lowering.engine import BlockView, Kernel, KernelRule, Lowered, Operand
 from relayquant.codegen.tuning.tuner import ChooseSchedule, keep_estimate
 from relayquant.ir.reference.fixed_point import hold_multiplier
 from relayquant.ir.rewrite import Graph
@@ -30,10 +30,18 @@ class KernelContext:
     shuffle: ByteShuffle | None = None  #: byte lookup instruction, if there is one
     choose_schedule: ChooseSchedule = keep_estimate  #: chooses how a convolution is computed
     on_skip: OnSkip = log_skip  #: gets why a rule declines, or where a kernel ends
-    taken: Set[relax.Var] = frozenset()  #: values that a kernel computes already
-    #: concatenation -> its inputs that kernels write in place
-    placed: Mapping[relax.Var, Set[relax.Var]] = field(default_factory=dict)
+    block: BlockView | None = None  #: the block that is lowered
     counts_threads: bool = False  #: whether kernels can ask how many threads there are
+
+    @property
+    def taken(self) -> Set[relax.Var]:
+        """Values that a kernel computes already."""
+        return frozenset() if self.block is None else self.block.taken
+
+    @property
+    def placed(self) -> Mapping[relax.Var, Set[relax.Var]]:
+        """Concatenation -> its inputs that kernels write in place."""
+        return {} if self.block is None else self.block.placed
 
     def next(self, var: relax.Var, *ops: str) -> relax.Var | None:
         """Return the only reader of `var` if it is one of these operators."""

@@ -18,14 +18,14 @@ from tvm import tirx
 from tvm.ir import Call
 from tvm.target import Target
 
-from relayquant.codegen.kernels.floating.curve import (
+from relayquant.codegen.kernels.curve import (
     ERF_COEFFICIENTS,
     ERF_FACTOR,
     ERF_LIMIT,
     clamp,
-    estrin,
     horner,
     invert,
+    split_horner,
 )
 from relayquant.codegen.kernels.isa.base import Expr
 
@@ -115,31 +115,28 @@ def expand_exp(x: tirx.Var) -> Expr:
 
 
 def expand_tanh(x: tirx.Var) -> Expr:
-    """Compute x * P(x^2) / Q(x^2), with x clamped to the limit."""
-    return expand_odd(
-        x,
-        TANH_LIMIT,
-        lambda square: horner(square, TANH_NUMERATOR) / horner(square, TANH_DENOMINATOR),
+    """Compute x * P(x^2) / Q(x^2), with x clamped to the limit and the result to -1 .. 1."""
+    value = bind(
+        clamp(x, -TANH_LIMIT, TANH_LIMIT),
+        lambda b: bind(
+            b * b, lambda s: b * horner(s, TANH_NUMERATOR) / horner(s, TANH_DENOMINATOR)
+        ),
     )
+    return bind(value, lambda v: clamp(v, -1, 1))
 
 
 def expand_erf(x: tirx.Var) -> Expr:
     """Compute erf as `emit_erf` does."""
 
-    def make_factor(square: tirx.Var) -> Expr:
-        place = square * number(ERF_FACTOR) - number(1)
-        return bind(place, lambda at: estrin(at, [*map(number, ERF_COEFFICIENTS)], bind))
+    def from_square(square: tirx.Var) -> Expr:
+        most = number(ERF_LIMIT**2)
+        place = tirx.Select(square > most, most, square) * number(ERF_FACTOR) - number(1)
+        return bind(place, lambda at: bind(at * at, lambda second: from_place(at, second)))
 
-    return expand_odd(x, ERF_LIMIT, make_factor)
+    def from_place(at: tirx.Var, second: tirx.Var) -> Expr:
+        return bind(x * split_horner(at, second, ERF_COEFFICIENTS), lambda v: clamp(v, -1, 1))
 
-
-def expand_odd(x: tirx.Var, limit: float, make_factor: Callable[[tirx.Var], Expr]) -> Expr:
-    """Compute x * factor(x^2), with x clamped to the limit and the result to -1 .. 1."""
-    value = bind(
-        clamp(x, -limit, limit),
-        lambda bounded: bind(bounded * bounded, lambda square: bounded * make_factor(square)),
-    )
-    return bind(value, lambda v: clamp(v, -1, 1))
+    return bind(x * x, from_square)
 
 
 def expand_sigmoid(x: tirx.Var) -> Expr:

@@ -282,7 +282,8 @@ def bind_arguments(
     weight = rng.integers(-8, 9, spec.weight_shape).astype("int8")
     bias = np.zeros(spec.out_channels, "int32")
     factor = 1 / (8 * 64 * max(prod(spec.weight_shape[1:]), 1))
-    multiplier = np.float32(factor) if spec.epilogue.has_multiplier else None
+    shape = () if spec.epilogue.curve is None else (2, spec.out_channels)
+    multiplier = np.full(shape, factor, "float32") if spec.epilogue.has_multiplier else None
     packed = choose_product(spec, isa, schedule).pack(Constants(weight, bias, multiplier))
     weights, *constants = packed.arguments()
     arrays = [rng.integers(0, 100, spec.in_shape).astype(spec.in_dtype), *constants]

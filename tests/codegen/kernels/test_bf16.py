@@ -22,6 +22,7 @@ from scipy.special import erf
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
+from relayquant.codegen.kernels.curve import Curve, CurveStep, Operation
 from relayquant.codegen.kernels.emit import build_kernel, load_vector, store_vector
 from relayquant.codegen.kernels.floating.bf16 import (
     Bf16Conv2d,
@@ -36,7 +37,6 @@ from relayquant.codegen.kernels.floating.bf16 import (
 )
 from relayquant.codegen.kernels.floating.convolution.direct import make_conv2d
 from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d, pack_conv2d
-from relayquant.codegen.kernels.floating.curve import Curve, CurveStep, Operation
 from relayquant.codegen.kernels.floating.gemm import FloatDense
 from relayquant.codegen.kernels.floating.stored import Stored, widen_bits
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, FloatIsa, choose_float_isa

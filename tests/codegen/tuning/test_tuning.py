@@ -16,6 +16,7 @@ from hosts import HOSTS, on_x86
 from tvm import relax
 
 import relayquant as rq
+from relayquant.codegen.kernels.curve import Curve, CurveStep, Operation
 from relayquant.codegen.kernels.floating.convolution.plan import (
     FloatConv2d,
     list_conv2d_schedules,
@@ -206,12 +207,21 @@ def test_open_tuner__a_form_that_is_not_listed_is_not_built(tmp_path, last_is_fa
 
 
 @pytest.mark.slow
-def test_open_tuner__times_for_real(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "epilogue",
+    [
+        Epilogue(residual=Residual("int8", 3, 0.5), is_small=True),
+        Epilogue(curve=Curve((CurveStep(Operation.ERF, (0,)),)), is_small=True),
+    ],
+    ids=["residual", "curve"],
+)
+def test_open_tuner__times_for_real(tmp_path, monkeypatch, epilogue):
     monkeypatch.setattr(tuning, "SECONDS", 0.002)
-    spec = replace(LAYER, epilogue=Epilogue(residual=Residual("int8", 3, 0.5), is_small=True))
+    spec = replace(LAYER, epilogue=epilogue)
     with open_tuner(TARGET, tmp_path / "forms.json") as tuner:
         weight, bias = np.ones(spec.weight_shape, "int8"), np.zeros(spec.out_channels, "int32")
-        for able in {False, can_winograd(spec, ISA, weight, bias)}:
+        able_too = epilogue.curve is None and can_winograd(spec, ISA, weight, bias)
+        for able in {False, able_too}:
             assert tuner.choose(spec, ISA, able) in list_schedules(spec, ISA, able)
 
 

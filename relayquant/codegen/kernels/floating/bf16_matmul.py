@@ -17,6 +17,7 @@ from typing import Any
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
+from relayquant.codegen.kernels.curve import Curve
 from relayquant.codegen.kernels.emit import (
     COPY_BYTES,
     PARALLEL_THRESHOLD,
@@ -40,7 +41,6 @@ from relayquant.codegen.kernels.floating.bf16 import (
     emit_rounded_image,
 )
 from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d
-from relayquant.codegen.kernels.floating.curve import Curve
 from relayquant.codegen.kernels.floating.gemm import FloatMatmul
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, static
 from relayquant.codegen.kernels.integer.operands import Image, Operands

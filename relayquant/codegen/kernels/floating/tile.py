@@ -20,6 +20,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
+from relayquant.codegen.kernels.curve import Curve
 from relayquant.codegen.kernels.emit import (
     CACHE_LINE,
     PARALLEL_BYTES,
@@ -32,7 +33,6 @@ from relayquant.codegen.kernels.emit import (
     load_vector,
     store_vector,
 )
-from relayquant.codegen.kernels.floating.curve import Curve
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
 from relayquant.codegen.kernels.isa.caches import COMMON_CACHES, Caches, find_caches
 from relayquant.codegen.kernels.isa.target import Architecture, find_architecture, has_feature

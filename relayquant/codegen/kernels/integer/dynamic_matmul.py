@@ -327,12 +327,12 @@ def emit_block_results(chunk: Chunk, sums: Buffer, left: Expr) -> None:
         (target,) = settle((chunk.image * sizes.rows + chunk.first + row) * sizes.cols + left)
 
         def store(offset: Expr, lanes: int, row: Expr = row, target: Expr = target) -> None:
-            factor = None
+            factors = []
             if spec.epilogue.has_multiplier:
-                factor = constant("float32", spec.multiplier, lanes)
+                factors = [constant("float32", spec.multiplier, lanes)]
             value = load_vector(sums, row * width + offset, lanes)
             store_vector(
-                chunk.out, spec.epilogue.emit(value, factor, None, lanes), target + offset, lanes
+                chunk.out, spec.epilogue.emit(value, factors, None, lanes), target + offset, lanes
             )
 
         with T.If(known == width):

@@ -23,6 +23,7 @@ from relayquant.codegen.kernels.emit import (
     STORE_COST,
     alloc_workspace,
     build_kernel,
+    declare_argument,
     flat_view,
 )
 from relayquant.codegen.kernels.integer.conv_plan import (
@@ -46,6 +47,7 @@ from relayquant.codegen.kernels.integer.operands import (
     Image,
     Operands,
     Placement,
+    declare_multiplier,
     emit_prepared_rows,
 )
 from relayquant.codegen.kernels.integer.specs import Constants, Dense, PackedWeights, Tile
@@ -179,15 +181,9 @@ def declare_rows(plan: ConvPlan, leading: Sequence[int | None]) -> tuple[Expr, O
     def declare(name: str, width: int, dtype: str) -> Buffer:
         return T.arg(name, T.Buffer((*extents, width), dtype))
 
-    def declare_constant(name: str, size: int, dtype: str) -> Buffer:
-        return T.arg(name, T.Buffer((size,), dtype))
-
     x = declare("x", spec.in_channels, spec.in_dtype)
-    weight = declare_constant("weight", plan.weight_size, plan.isa.weight_dtype)
-    bias = declare_constant("bias", plan.channel_size, "int32")
-    multiplier = residual = None
-    if epilogue.has_multiplier:
-        multiplier = declare_constant("multiplier", plan.channel_size, "float32")
+    weight, bias, multiplier = declare_constants(plan)
+    residual = None
     if epilogue.residual:
         residual = declare("residual", spec.out_channels, epilogue.residual.dtype)
     y = declare("y", spec.out_channels, epilogue.dtype)
@@ -200,6 +196,14 @@ def declare_rows(plan: ConvPlan, leading: Sequence[int | None]) -> tuple[Expr, O
         residual=None if residual is None else flat_view(residual),
         out=flat_view(y),
     )
+
+
+def declare_constants(plan: ConvPlan) -> tuple[Buffer, Buffer, Buffer | None]:
+    """Declare weight, bias and multiplier."""
+    weight = declare_argument("weight", (plan.weight_size,), plan.isa.weight_dtype)
+    bias = declare_argument("bias", (plan.channel_size,), "int32")
+    multiplier = declare_multiplier(plan.spec.epilogue, plan.channel_size)
+    return weight, bias, None if multiplier is None else declare_argument(*multiplier)
 
 
 def emit_rows(plan: RowsPlan, operands: Operands, rows: Expr, threads: bool) -> None:

@@ -416,7 +416,7 @@ def build_scale_channels(spec: ScaleChannels) -> PrimFunc:
 
         def step(at: Expr, factor: Expr, lanes: int) -> None:
             value = subtract_zero_point(load_vector(data, at, lanes), spec.zero_point, lanes)
-            store_vector(out, spec.out.emit(value, factor, None, lanes), at, lanes)
+            store_vector(out, spec.out.emit(value, [factor], None, lanes), at, lanes)
 
         if inner == 1:
             with loop_over((outer,), threads and outer > 1) as (i,):

@@ -4,6 +4,7 @@ The arithmetic is the package's default (round half to even, float32), bit for b
 
     t = RN(float32(acc) * m)                                  one IEEE multiply
     t = fma(float32(r - z_r), m_r, t)                         with a residual operand
+    t = curve(t) * f                                          with a function of single numbers
     q = int(min(max(rne(t), low - z), high - z)) + z          clamp in float, zero point as integer
 
 rne(t) and the clamp commute, because the bounds are integers. Clamping first keeps the value small
@@ -15,6 +16,7 @@ between the product and the sum.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 
 from relayquant.base.qtypes import INTEGER_LIMITS
+from relayquant.codegen.kernels.curve import Curve, keep
 from relayquant.codegen.kernels.emit import constant, vector
 from relayquant.codegen.kernels.isa.base import Expr
 
@@ -55,6 +58,7 @@ class Epilogue:
     If results are not requantized they bound the int32 sums.
     `is_small`: no multiplier exceeds 1/2 (`has_small_multipliers`), so every result fits int32
     before it is clamped.
+    `curve`: a function such as GELU between two multipliers of each channel, with finite results.
     """
 
     output: Store = Store.REQUANTIZE
@@ -64,6 +68,7 @@ class Epilogue:
     high: int | None = None
     residual: Residual | None = None
     is_small: bool = False
+    curve: Curve | None = None
 
     def __post_init__(self) -> None:
         allowed = {
@@ -77,12 +82,14 @@ class Epilogue:
                 f"{self.dtype!r}; allowed: {', '.join(allowed)}.",
             )
         if self.output is not Store.REQUANTIZE:
-            if self.residual or self.zero_point:
+            if self.residual or self.zero_point or self.curve:
                 raise ValueError(
-                    f"Epilogue: {self.output.value} takes no residual and no zero point; use "
+                    f"Epilogue: {self.output.value} takes no residual, curve or zero point; use "
                     "Store.REQUANTIZE.",
                 )
             return
+        if self.residual and self.curve:
+            raise ValueError("Epilogue: there is a residual beside a curve; allowed: one of them.")
         low, high = self.bounds
         limits = INTEGER_LIMITS[self.dtype]
         if not limits[0] <= low <= high <= limits[1]:
@@ -111,7 +118,14 @@ class Epilogue:
         """Whether the kernel takes a float32 multiplier per channel."""
         return self.output is not Store.ACCUMULATOR
 
-    def emit(self, acc: Expr, multiplier: Expr | None, residual: Expr | None, lanes: int) -> Expr:
+    @property
+    def multipliers(self) -> int:
+        """Count the float32 multipliers of each channel."""
+        return self.has_multiplier + (self.curve is not None)
+
+    def emit(
+        self, acc: Expr, multipliers: Sequence[Expr], residual: Expr | None, lanes: int
+    ) -> Expr:
         """Compute the stored vector from an int32 vector (and the vectors it is combined with)."""
         if self.output is not Store.REQUANTIZE:
             if self.low is not None:
@@ -122,19 +136,26 @@ class Epilogue:
             return acc
         if residual is not None:
             residual = T.Cast(vector("int32", lanes), residual)
-        value = self.emit_real(acc, multiplier, residual, lanes)
+        value = self.emit_real(acc, multipliers, residual, lanes)
         if self.output is Store.DEQUANTIZE:
             return value
         return self.emit_rounded(value, lanes)
 
     def emit_real(
-        self, acc: Expr, multiplier: Expr, residual: Expr | None, lanes: int, moved: int = 0
+        self,
+        acc: Expr,
+        multipliers: Sequence[Expr],
+        residual: Expr | None,
+        lanes: int,
+        moved: int = 0,
     ) -> Expr:
         """Compute the float32 vector before rounding.
 
         `residual` is int32: its values plus `moved`.
         """
-        value = T.Cast(vector("float32", lanes), acc) * multiplier
+        value = T.Cast(vector("float32", lanes), acc) * multipliers[0]
+        if self.curve is not None:
+            return keep(self.curve.apply(value, lanes) * multipliers[1], lanes)
         if self.residual is not None:
             other = residual
             if self.residual.zero_point + moved:

@@ -35,7 +35,8 @@ from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, join
 class Operands:
     """Operands of a convolution as flat buffers; None if the epilogue takes none.
 
-    `multiplier` is one number for all channels, or a buffer. `row_term`, one int32 per pixel, is
+    `multiplier` is one number for all channels, or a buffer of all first multipliers, and of all
+    second ones if there are two of each channel. `row_term`, one int32 per pixel, is
     added to all its channels.
     """
 
@@ -123,7 +124,7 @@ def declare_operands(
             ("x", x_shape, spec.in_dtype),
             ("weight", (weight_size,), isa.weight_dtype),
             ("bias", channels, "int32"),
-            ("multiplier", channels, "float32") if spec.epilogue.has_multiplier else None,
+            declare_multiplier(spec.epilogue, channel_size),
             ("residual", y_shape, added.dtype) if added else None,
             ("y", y_shape, spec.epilogue.dtype),
         )
@@ -231,7 +232,8 @@ def emit_store(
     residual = None
     if operands.residual is not None:
         residual = load_partial(operands.residual, at, lanes, width)
-    value = epilogue.emit(acc, load_multiplier(operands, first, lanes), residual, lanes)
+    factors = load_multipliers(operands, epilogue, first, lanes)
+    value = epilogue.emit(acc, factors, residual, lanes)
     store_vector(operands.out, value, at, lanes, width)
 
 
@@ -259,19 +261,27 @@ def emit_narrow_vectors(
         )
         moved = 128 if operands.residual.dtype == "int8" else 0
     for i, (acc, residual) in enumerate(zip(accs, residuals, strict=True)):
-        factor = load_multiplier(operands, first + i % blocks * isa.lanes, isa.lanes)
-        factor = join([factor] * isa.pixels, lanes)
-        reals.append(epilogue.emit_real(acc, factor, residual, lanes, moved))
+        factors = load_multipliers(operands, epilogue, first + i % blocks * isa.lanes, isa.lanes)
+        factors = [join([factor] * isa.pixels, lanes) for factor in factors]
+        reals.append(epilogue.emit_real(acc, factors, residual, lanes, moved))
     emit_narrow_store(isa, epilogue, reals, operands.out, targets, blocks, width)
 
 
-def load_multiplier(operands: Operands, first: Expr, lanes: int) -> Expr | None:
-    """Load the multipliers of a vector of channels. None if the kernel takes none."""
+def declare_multiplier(epilogue: Epilogue, channel_size: int) -> tuple[str, Shape, str] | None:
+    """Return name, shape and dtype of the multipliers. None if the kernel takes none."""
+    count = epilogue.multipliers
+    return ("multiplier", (count * channel_size,), "float32") if count else None
+
+
+def load_multipliers(operands: Operands, epilogue: Epilogue, first: Expr, lanes: int) -> list[Expr]:
+    """Load the multipliers of a vector of channels, of which the first is number `first`."""
     if operands.multiplier is None:
-        return None
+        return []
     if isinstance(operands.multiplier, float):
-        return constant("float32", operands.multiplier, lanes)
-    return load_vector(operands.multiplier, first, lanes)
+        return [constant("float32", operands.multiplier, lanes)]
+    count = epilogue.multipliers
+    step = operands.multiplier.shape[0] // count if count > 1 else 0
+    return [load_vector(operands.multiplier, first + i * step, lanes) for i in range(count)]
 
 
 def load_partial(buffer: Buffer, offset: Expr, lanes: int, width: int) -> Expr:

@@ -130,7 +130,8 @@ class Constants:
         weight: (O, KH, KW, I / groups) int8; (N, K) of a dense layer.
         bias: (O,) int32, scale s_in * s_w[c]; without the zero point correction.
         multiplier: (O,) or () float32; s_in * s_w[c] / s_out, or s_in * s_w[c] to dequantize. None
-            if accumulators are stored.
+            if accumulators are stored. (2, O) with a curve: s_in * s_w[c], and what its results are
+            multiplied by.
     """
 
     weight: NDArray[np.int8]
@@ -148,7 +149,8 @@ class PackedWeights:
 
     weight: NDArray[np.integer] | Expanded  #: flat, in the order the kernel reads
     bias: NDArray[np.int32]  #: with the input zero point folded in
-    multiplier: NDArray[np.float32] | None  #: None if the kernel stores accumulators
+    #: None if the kernel stores accumulators. With a curve, all first ones come first.
+    multiplier: NDArray[np.float32] | None
 
     def operands(self) -> list[NDArray | Expanded]:
         """List the operands after the data argument of the kernel."""
@@ -202,15 +204,18 @@ def pack_channels(
     folded = np.where(exists, folded[index], 0).astype("int32")
     if multiplier is None:
         return folded, None
-    multiplier = np.asarray(multiplier, "float32")
-    if multiplier.shape not in ((), (1,), (channels,)):
+    multiplier, has_curve = np.asarray(multiplier, "float32"), spec.epilogue.curve is not None
+    allowed = ((2, channels),) if has_curve else ((), (1,), (channels,))
+    if multiplier.shape not in allowed:
         raise ValueError(
-            f"The multiplier has shape {multiplier.shape}, expected () or ({channels},).",
+            f"The multiplier has shape {multiplier.shape}, expected "
+            f"{' or '.join(map(str, allowed))}.",
         )
-    if spec.epilogue.is_small and not has_small_multipliers(multiplier, spec.epilogue.residual):
+    is_small = spec.epilogue.is_small and not has_curve
+    if is_small and not has_small_multipliers(multiplier, spec.epilogue.residual):
         raise ValueError(
             f"The epilogue has is_small, but the multiplier reaches {np.abs(multiplier).max()}. "
             "Allowed: up to 0.5. Build the kernel without is_small.",
         )
-    multiplier = np.broadcast_to(multiplier, (channels,))[index]
-    return folded, np.where(exists, multiplier, 0).astype("float32")
+    multiplier = np.broadcast_to(multiplier, (spec.epilogue.multipliers, channels))[:, index]
+    return folded, np.where(exists, multiplier, 0).astype("float32").reshape(-1)

@@ -25,6 +25,7 @@ from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.windows import ConvWindows
 from relayquant.codegen.lowering.engine import Lowered
 from relayquant.codegen.lowering.integer.concat import find_columns
+from relayquant.codegen.lowering.integer.curve import follow_quantized_curve
 from relayquant.codegen.lowering.integer.elementwise import make_window, reads_nhwc
 from relayquant.codegen.lowering.integer.epilogue import (
     LONE_TAKES,
@@ -133,6 +134,8 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     batch, height, width, channels = shape
     outputs, *taps, _ = weight.shape
     chain = follow_product(context, var, outputs)
+    if view.groups == 1:
+        chain = follow_quantized_curve(context, chain)
     data, joined = linear.data, None
     if view.groups == channels == outputs > 1 and not linear.is_symbolic:
         data, joined = read_joined_slices(context.graph.call_of, data)
@@ -153,8 +156,12 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
         joined=joined,
     )
     isa = context.isa.for_weights(weight)
-    schedule = context.choose_schedule(spec, isa, can_winograd(spec, isa, weight, chain.offsets))
-    pool = None if schedule.transforms else find_pool(context, chain, spec, isa)
+    has_curve = chain.epilogue.curve is not None
+    may_transform = not has_curve and can_winograd(spec, isa, weight, chain.offsets)
+    schedule = context.choose_schedule(spec, isa, may_transform)
+    pool = None
+    if not (schedule.transforms or has_curve):
+        pool = find_pool(context, chain, spec, isa)
     if pool is not None:
         var, pooled = pool
         product, chain = choose_product(pooled, isa), replace(chain, vars=(*chain.vars, var))
@@ -283,7 +290,7 @@ def lower_dense(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     if isinstance(linear, Skip):
         return linear
     units = linear.weight.shape[0]
-    chain = follow_product(context, var, units)
+    chain = follow_quantized_curve(context, follow_product(context, var, units))
     spec = Dense(
         rows=prod(linear.shape[:-1]),
         in_features=linear.shape[-1],

@@ -84,8 +84,7 @@ def call_kernels(
     graph = Graph(mod)
 
     def make_context(block: BlockView) -> KernelContext:
-        found = block.taken, block.placed
-        return KernelContext(graph, isa, shuffle, choose_schedule, on_skip, *found, counts_threads)
+        return KernelContext(graph, isa, shuffle, choose_schedule, on_skip, block, counts_threads)
 
     def share(calls: list[Lowered], _: BlockView) -> list[Lowered]:
         # Only products take long to compile. The others are faster if LLVM knows the numbers.

@@ -21,7 +21,11 @@ from relayquant.codegen.kernels.emit import (
     declare_argument,
     flat_view,
 )
-from relayquant.codegen.kernels.integer.dynamic_rows import emit_known_rows, plan_rows
+from relayquant.codegen.kernels.integer.dynamic_rows import (
+    declare_constants,
+    emit_known_rows,
+    plan_rows,
+)
 from relayquant.codegen.kernels.integer.operands import Operands
 from relayquant.codegen.kernels.integer.specs import Dense
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
@@ -49,11 +53,7 @@ def build_free_conv2d(spec: FreeConv2d, isa: Isa, name: str) -> PrimFunc:
 
     def body() -> None:
         x = declare_windows(spec.windows)
-        weight = declare_argument("weight", (full.weight_size,), full.isa.weight_dtype)
-        bias = declare_argument("bias", (full.channel_size,), "int32")
-        multiplier = residual = None
-        if epilogue.has_multiplier:
-            multiplier = declare_argument("multiplier", (full.channel_size,), "float32")
+        constants, residual = declare_constants(full), None
         shape = (*spec.windows.places, outputs)
         if epilogue.residual:
             residual = declare_argument("residual", shape, epilogue.residual.dtype)
@@ -67,9 +67,7 @@ def build_free_conv2d(spec: FreeConv2d, isa: Isa, name: str) -> PrimFunc:
             parts.emit_copies(first, count, copy)
             operands = Operands(
                 copy,
-                weight,
-                bias,
-                multiplier,
+                *constants,
                 None if residual is None else view_rows(residual, first * outputs),
                 view_rows(y, first * outputs),
             )

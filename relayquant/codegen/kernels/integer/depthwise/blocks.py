@@ -37,7 +37,7 @@ from relayquant.codegen.kernels.emit import (
     vector,
 )
 from relayquant.codegen.kernels.integer.depthwise.plan import Blocks, DepthwisePlan
-from relayquant.codegen.kernels.integer.operands import Operands, load_multiplier
+from relayquant.codegen.kernels.integer.operands import Operands, load_multipliers
 from relayquant.codegen.kernels.integer.saturating_pack import PACKED, PART, emit_packed
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
 
@@ -251,8 +251,8 @@ def store_results(
     _, height, width, channels = spec.out_shape
     reals = []
     for v, acc in enumerate(sums):
-        factor = load_multiplier(operands, (at.vector + v) * lanes, lanes)
-        reals.append(spec.epilogue.emit_real(acc, factor, None, lanes))
+        factors = load_multipliers(operands, spec.epilogue, (at.vector + v) * lanes, lanes)
+        reals.append(spec.epilogue.emit_real(acc, factors, None, lanes))
     packed = emit_packed(isa, spec.epilogue, reals)
     for group in range(at.groups):
         y = at.image * height + at.row + (group * plan.out_rows + row)

@@ -93,8 +93,8 @@ def build_free_depthwise(spec: FreeDepthwise, lanes: int, name: str) -> PrimFunc
                 for tap in taps:
                     add(pixel, tap, sums, offset, lanes)
                 value = load_vector(sums, 0, lanes)
-                factor = None if factors is None else load_vector(factors, offset, lanes)
-                result = spec.epilogue.emit(value, factor, None, lanes)
+                own = [] if factors is None else [load_vector(factors, offset, lanes)]
+                result = spec.epilogue.emit(value, own, None, lanes)
                 store_vector(target, result, at + offset, lanes)
 
             emit_vector_loop(channels, lanes, emit)
