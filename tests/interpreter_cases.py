@@ -270,6 +270,7 @@ def find_unread(operators: dict[str, Callable], names: Iterable[str], run: Calla
     for name in names:
         make, *arrays = CASES[name]
         run(table, build(make, *arrays), arrays)
+    assert asked, "no operator of the table was computed: `run` computes with another one"
     return sorted(
         f"{operator}.{name}"
         for operator, fields in asked.items()

@@ -248,6 +248,23 @@ def bound(function: Callable[..., Tensor], side: str) -> Callable[[Tensor, Tenso
     return compute
 
 
+def find_first(function: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Reduce axes to the maximum or minimum, whose gradient goes to the first of equal elements."""
+
+    def compute(args: list[Any], attrs: Any) -> Tensor:
+        (data,) = args
+        axes = range(data.ndim) if attrs.axis is None else to_ints(attrs.axis)
+        axes = sorted(axis % data.ndim for axis in axes)
+        kept = [axis for axis in range(data.ndim) if axis not in axes]
+        last = data.permute(*kept, *axes).flatten(len(kept))
+        found = function(last, -1).values
+        for axis in axes if attrs.keepdims else ():
+            found = found.unsqueeze(axis)
+        return found
+
+    return compute
+
+
 class Torch:
     """PyTorch functions that rows call."""
 
@@ -372,6 +389,38 @@ class Torch:
     @staticmethod
     def mean_along(data: Tensor, axes: Sequence[int]) -> Tensor:
         return data.mean(tuple(axes), keepdim=True)
+
+
+#: Names of PyTorch's operators with a bound at which the gradient is 1; hardtanh has 0 there.
+CLAMPS = tuple(f"aten.{name}" for name in ("clamp", "clamp_min", "clamp_max", "clip"))
+#: (operator, PyTorch's operator that it was made of) -> its form. Those operators have different
+#: gradients at equal values.
+FORMS_AT_TIES: Mapping[tuple[str, str], Callable[[list[Any], Any], Tensor]] = {
+    **{("clip", name): lambda args, attrs: torch.clamp(*args) for name in CLAMPS},
+    **{("nn.relu", name): lambda args, attrs: torch.clamp(args[0], min=0) for name in CLAMPS},
+    **{("maximum", name): lambda args, attrs: torch.clamp(args[0], min=args[1]) for name in CLAMPS},
+    **{("minimum", name): lambda args, attrs: torch.clamp(args[0], max=args[1]) for name in CLAMPS},
+    ("maximum", "aten.fmax"): lambda args, attrs: torch.fmax(*args),
+    ("minimum", "aten.fmin"): lambda args, attrs: torch.fmin(*args),
+    ("maximum", "aten.maximum"): lambda args, attrs: torch.maximum(*args),
+    ("minimum", "aten.minimum"): lambda args, attrs: torch.minimum(*args),
+    **{
+        ("max", name): find_first(torch.max)
+        for name in ("aten.max.dim", "aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d")
+    },
+    ("min", "aten.min.dim"): find_first(torch.min),
+}
+
+
+def find_form(operator: str, source: str) -> Callable[[list[Any], Any], Any] | None:
+    """Return the torch form of an operator without "relax.", or None if it has none.
+
+    Args:
+        source: PyTorch's operator that it was made of, as "aten.max.dim", or "".
+    """
+    packet = source.rpartition(".")[0]
+    tied = (FORMS_AT_TIES.get((operator, name)) for name in (source, packet))
+    return next(filter(None, tied), None) or TORCH_OPERATORS.get(operator)
 
 
 #: Operator name without "relax." -> its row, for operators in models that train.

@@ -22,15 +22,13 @@ from relayquant.ir.reference.frame import Frame, match_shape
 from relayquant.ir.reference.single_call import get_tensor_dtype
 from relayquant.ir.rewrite.attributes import find_unmodelled, read_attributes
 from relayquant.ir.rewrite.expressions import FunctionGraph, op_name
+from relayquant.ir.rewrite.function import read_sources
 from relayquant.ir.rewrite.graph import iterate_results
 from relayquant.ir.rewrite.lifetimes import find_ends
 from relayquant.stages.prepared import CalibrationGraph
-from relayquant.torch.operators import TORCH_OPERATORS, TRAINED_ROWS
+from relayquant.torch.operators import TRAINED_ROWS, find_form
 from relayquant.torch.recurrent import RECURRENT_FORMS
 from relayquant.torch.submodule_cut import Placeholder
-
-#: Operator without "relax." -> its torch form.
-FORMS = {**TORCH_OPERATORS, **RECURRENT_FORMS}
 
 #: (key of a group, channel axis, value) -> the value rounded by the group
 Rounding = Callable[[str, int, torch.Tensor], torch.Tensor]
@@ -232,7 +230,7 @@ class ProgramBuilder:
 
     def __init__(self, graph: CalibrationGraph, fixed: Collection[str] = ()) -> None:
         self.graph, self.main, self.fixed = graph, graph.mod["main"], frozenset(fixed)
-        self.view = FunctionGraph(self.main)
+        self.view, self.sources = FunctionGraph(self.main), read_sources(self.main)
         self.keys = {v.dtype: key for key, v in graph.variables.items()}
         self.constants: dict[GenericConst, torch.Tensor] = {}
         self.trained: dict[ConstantPlace, GenericConst] = {}
@@ -357,7 +355,9 @@ class ProgramBuilder:
     def make_call(self, call: Call, name: str, var: relax.Var) -> Reader:
         """Make the function that computes a call of an operator."""
         operator = name.removeprefix("relax.")
-        function, reason = FORMS.get(operator), self.explain_missing(call, operator)
+        source = self.sources.get(var.name, {}).get("op", "")
+        function = RECURRENT_FORMS.get(operator) or find_form(operator, source)
+        reason = self.explain_missing(call, operator)
         if function is None or reason:
             self.missing.setdefault(reason or operator or str(call.op), var.name)
             return lambda values: None

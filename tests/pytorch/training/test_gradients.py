@@ -14,6 +14,37 @@ F = torch.nn.functional
 
 #: Numbers with ties, zeros and large ones.
 NUMBERS = torch.tensor([[0.0, 1.0, -2.0, 0.0], [2.0, 2.0, -1.0, 90.0], [-90.0, 5.0, 0.03, -0.03]])
+#: Numbers among which each row has equal ones: the largest and smallest, zeros, and bounds.
+TIES = torch.tensor([[1.0, 1.0, -2.0, -2.0], [2.0, 2.0, 2.0, -1.0], [0.0, 0.0, 0.0, 0.0]])
+#: Functions whose gradient at equal values is a choice.
+CHOICES = {
+    "clamp": lambda x: x.clamp(-1, 2),
+    "clamp below": lambda x: x.clamp(min=0),
+    "clamp above": lambda x: x.clamp(max=1),
+    "clamp in place": lambda x: (x * 1).clamp_(0, 1),
+    "clamp by a tensor": lambda x: torch.clamp(x, torch.tensor(-1.0), torch.tensor(2.0)),
+    "clamp by tensors": lambda x: torch.clamp(x, x.flip(0) - 1, x.flip(0) + 1),
+    "relu": F.relu,
+    "relu6": lambda x: F.relu6(x + 4),
+    "hardtanh": lambda x: F.hardtanh(x, -2, 2),
+    "hardswish": lambda x: F.hardswish(x * 3),
+    "hardsigmoid": lambda x: F.hardsigmoid(x * 3),
+    "maximum": lambda x: torch.maximum(x, x.flip(1)),
+    "maximum with a number": lambda x: torch.maximum(x, torch.tensor(1.0)),
+    "largest number": lambda x: torch.fmax(x, x.flip(1)),
+    "smallest number": lambda x: torch.fmin(x, x.flip(1)),
+    "max": lambda x: x.max(),
+    "max of an axis": lambda x: x.max(1).values,
+    "min of an axis": lambda x: x.min(0, keepdim=True).values,
+    "shared max": lambda x: x.amax(1),
+    "both": lambda x: torch.aminmax(x, dim=1)[0],
+    "adaptive pool": lambda x: F.adaptive_max_pool2d(x[None, None], (2, 3)),
+    "one window": lambda x: F.adaptive_max_pool2d(x[None, None], 1),
+    "entropy": lambda x: torch.xlogy(x.abs(), x.abs()),
+    "product with a logarithm": lambda x: torch.xlogy(x.abs(), torch.tensor([0.0, 1, 2, 3])),
+    "cross entropy": lambda x: F.kl_div(x, x.abs(), reduction="none"),
+    "sorted": lambda x: x.sort(1, stable=True).values,
+}
 FUNCTIONS = {
     "softplus": F.softplus,
     "softplus with a slope": lambda x: F.softplus(x, 2.0, 15.0),
@@ -43,21 +74,42 @@ FUNCTIONS = {
 }
 
 
+def find_gradients(function, numbers):
+    """Return (result, gradient) of the trained module, and PyTorch's."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    trained = from_relax(rq.load(torch.export.export(Model(), (numbers,)))[0]).train()
+    found = []
+    for model in (trained, Model()):
+        x = numbers.clone().requires_grad_()
+        result = model(x)
+        factors = torch.randn(result.shape, generator=torch.Generator().manual_seed(0))
+        found.append((result.detach(), *torch.autograd.grad(result, x, factors)))
+    return found
+
+
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradient__is_pytorchs(name):
-    class Model(torch.nn.Module):
-        def forward(self, x):
-            return FUNCTIONS[name](x)
-
-    trained = from_relax(rq.load(torch.export.export(Model(), (NUMBERS,)))[0]).train()
-    found = []
-    for model in (trained, Model()):
-        x = NUMBERS.clone().requires_grad_()
-        result = model(x)
-        numbers = torch.Generator().manual_seed(0)
-        factors = torch.randn(result.shape, generator=numbers)
-        found.append((result.detach(), *torch.autograd.grad(result, x, factors)))
-    for got, want in zip(*found, strict=True):
+    for got, want in zip(*find_gradients(FUNCTIONS[name], NUMBERS), strict=True):
         assert want.isfinite().all()
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("name", CHOICES)
+def test_gradient_at_equal_values__is_pytorchs(name):
+    for got, want in zip(*find_gradients(CHOICES[name], TIES), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient__of_masks_joined_by_and_or_xor():
+    def function(x):
+        mask = ((x > -2) & (x < 2)) | (x == 2) ^ (x < 0)
+        return torch.where(mask, x * x, x)
+
+    for got, want in zip(*find_gradients(function, TIES), strict=True):
+        torch.testing.assert_close(got, want)

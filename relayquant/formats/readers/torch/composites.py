@@ -329,6 +329,21 @@ def write_vector_norm(
     return (wide * wide).sum(axes, keepdim).sqrt().to(result)
 
 
+def write_xlogy(data: Any, other: Any) -> Any:
+    """Write xlogy(x, y) as x * log(y), and 0 where x is 0, also if the logarithm is infinite or NaN
+    there. Its gradient by x is log(y), or 0 there.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    dtype = torch.result_type(data, other)
+    if not dtype.is_floating_point:
+        return NotImplemented
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    x, y = (torch.as_tensor(each, dtype=wide) for each in (data, other))
+    is_nothing = (x == 0) & ((y <= 0) | y.isinf())
+    return (x * torch.where(is_nothing, 1.0, y).log()).to(dtype)
+
+
 def write_pow(data: Any, exponent: Any) -> Any:
     """Write pow(x, 0.5) as the root, and pow(x, 3) and pow(x, -2) of bfloat16 as products: PyTorch
     computes them so, and rounds each product.
@@ -611,4 +626,5 @@ COMPOSITES: dict[str, Composite] = {
     "unfold.default": write_unfold,
     "var.correction": write_var,
     "var_mean.correction": write_var_mean,
+    **{f"xlogy.{form}": write_xlogy for form in ("Tensor", "Scalar_Self", "Scalar_Other")},
 }

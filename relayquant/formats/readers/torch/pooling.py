@@ -17,8 +17,8 @@ from relayquant.ir.rewrite.graph import tensor_dtype
 def convert_adaptive_max_pool(node: Any, importer: Any) -> relax.Expr:
     """Convert adaptive_max_poolNd(x, sizes) -> maxima.
 
-    One axis after the other, R.max is computed over each window from floor(i * size / n) to ceil((i
-    + 1) * size / n), and R.concat joins the results.
+    One axis after the other, the last one first, R.max is computed over each window from floor(i *
+    size / n) to ceil((i + 1) * size / n), and R.concat joins the results.
 
     Raises:
         Refusal: a size is symbolic.
@@ -29,7 +29,7 @@ def convert_adaptive_max_pool(node: Any, importer: Any) -> relax.Expr:
     pooled = range(len(sizes) - len(wanted), len(sizes))
     if all(count == 1 for count in wanted):
         return emit(relax.op.max(data, [*pooled], keepdims=True))
-    for axis, count in zip(pooled, wanted, strict=True):
+    for axis, count in reversed([*zip(pooled, wanted, strict=True)]):
         size = sizes[axis]
         if size == count:
             continue

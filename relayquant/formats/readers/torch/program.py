@@ -493,9 +493,8 @@ def _name_after_modules(
         name = path if is_result else ".".join(part for part in (path, node.name) if part)
         while name in sources:
             name = f"{name}.{node.name}"
-        sources[name] = SourceNode(
-            path or node.name, str(node.target), _list_parameters(node, targets)
-        )
+        written = str(node.meta.get("original_aten") or node.target)
+        sources[name] = SourceNode(path or node.name, written, _list_parameters(node, targets))
         editor.names[var] = MARK + name
     return name_values(editor.build(), sources)
 

@@ -265,9 +265,9 @@ ROWS: tuple[Row, ...] = (
     # arithmetic
     Row("add", call("add")),
     Row("atan2", call("arctan2")),
-    Row("bitwise_and", call("bitwise_and"), is_reference_only=True),
-    Row("bitwise_or", call("bitwise_or"), is_reference_only=True),
-    Row("bitwise_xor", call("bitwise_xor"), is_reference_only=True),
+    Row("bitwise_and", call("bitwise_and")),
+    Row("bitwise_or", call("bitwise_or")),
+    Row("bitwise_xor", call("bitwise_xor")),
     Row("clip", own("clip")),
     Row("divide", call("divide")),
     Row("equal", call("equal")),
