@@ -19,7 +19,8 @@ from tvm.tirx import PrimFunc
 from relayquant.codegen.eager.rows import make_each
 from relayquant.codegen.kernels.emit import broadcast
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
-from relayquant.ir.rewrite.expressions import is_float32, op_name, read_scalar, same_type
+from relayquant.codegen.kernels.isa.base import fence
+from relayquant.ir.rewrite.expressions import is_float32, op_name, read_number, same_type
 
 #: Operators in a chain, at least. A kernel saves the passes between them.
 FEWEST_LINKS = 3
@@ -39,8 +40,8 @@ LINKS: Mapping[str, Callable[..., Expr]] = {
     "relax.divide": lambda left, right: left / right,
     "relax.clip": emit_clip,
 }
-#: Behind the first of these, LLVM would round once instead of twice if the second follows.
-PRODUCT, SUMS = "relax.multiply", ("relax.add", "relax.subtract")
+#: With a sum behind it, LLVM would round once instead of twice.
+PRODUCT = "relax.multiply"
 
 #: operands of a link, beside the indices of numbers: what the chain reads, and the link before
 DATA, LAST = "data", "last"
@@ -65,7 +66,8 @@ def make_chain(spec: Chain, isa: FloatIsa, name: str) -> PrimFunc:
                 broadcast(numbers[each], width) if is_index(each) else known[each]
                 for each in operands
             ]
-            last = T.bind(LINKS[operator](*values))
+            last = LINKS[operator](*values)
+            last = T.bind(fence(last, width) if operator == PRODUCT else last)
         return last
 
     return make_each(compute, isa, name, ("numbers", (count,)))
@@ -126,13 +128,11 @@ def follow_links(
     graph: Readers, first: relax.Var, data: relax.Var, numbers: list[float]
 ) -> Iterator[tuple[relax.Var, tuple[str, tuple[str | int, ...]]]]:
     """Yield values and links from `first` on, and append what they read to `numbers`."""
-    var, last, before = first, None, ""
+    var, last = first, None
     while True:
         call = graph.call_of(var)
         name = op_name(call) if call is not None else ""
         if call is None or name not in LINKS or not same_type(var, data):
-            return
-        if name in SUMS and before == PRODUCT:
             return
         read: list[float] = []
         operands = [*name_operands(call.args[:], data, last, len(numbers), read)]
@@ -143,7 +143,7 @@ def follow_links(
         users = graph.users_of(var)
         if graph.count_uses(var) != 1 or len(users) != 1:
             return
-        var, last, before = users[0], var, name
+        var, last = users[0], var
 
 
 def name_operands(
@@ -160,7 +160,7 @@ def name_operands(
         if isinstance(arg, relax.Var):
             is_last = last is not None and arg.same_as(last)
             yield LAST if is_last else DATA if arg.same_as(data) else None
-        elif (number := read_scalar(arg)) is not None:
+        elif (number := read_number(arg)) is not None:
             yield known + len(read)
             read.append(number)
         else:

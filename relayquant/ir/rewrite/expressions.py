@@ -161,8 +161,18 @@ def is_alike(old: relax.Expr, new: relax.Expr) -> bool:
 
 def read_scalar(expr: Any) -> float | None:
     """Return the number of a scalar argument."""
+    if isinstance(expr, GenericConst) and expr.value.numpy().ndim:
+        return None
+    return read_number(expr)
+
+
+def read_number(expr: Any) -> float | None:
+    """Return the number of a scalar, or of a constant with one element: many exporters write
+    numbers so. Its axes may add some to the result of an operator: see `same_type`.
+    """
     if isinstance(expr, GenericConst):
-        return float(expr.value.numpy()) if expr.value.numpy().ndim == 0 else None
+        array = expr.value.numpy()
+        return float(array.item()) if array.size == 1 else None
     if isinstance(expr, tirx.IntImm | tirx.FloatImm):
         return float(expr.value)
     return None
