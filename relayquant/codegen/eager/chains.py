@@ -2,7 +2,7 @@
 
 Hard swish is add, clip, multiply, divide: four passes over memory in numpy, one here. Numbers of
 the model are arguments of the kernel, so that it depends on the operators only. Each operation
-rounds as numpy's does. Only the sign of a zero may differ.
+rounds as numpy's does, and a sigmoid as its own kernel. Only the sign of a zero may differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tvm.ir import Call
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
-from relayquant.codegen.eager.rows import make_each
+from relayquant.codegen.eager.rows import emit_sigmoid, make_each
 from relayquant.codegen.kernels.emit import broadcast
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
 from relayquant.codegen.kernels.isa.base import fence
@@ -24,6 +24,8 @@ from relayquant.ir.rewrite.expressions import is_float32, op_name, read_number, 
 
 #: Operators in a chain, at least. A kernel saves the passes between them.
 FEWEST_LINKS = 3
+#: The same for a chain with a sigmoid, which has a kernel anyway.
+FEWEST_WITH_SIGMOID = 2
 
 
 def emit_clip(value: Expr, low: Expr, high: Expr) -> Expr:
@@ -39,9 +41,11 @@ LINKS: Mapping[str, Callable[..., Expr]] = {
     "relax.multiply": lambda left, right: left * right,
     "relax.divide": lambda left, right: left / right,
     "relax.clip": emit_clip,
+    "relax.sigmoid": emit_sigmoid,
 }
 #: With a sum behind it, LLVM would round once instead of twice.
 PRODUCT = "relax.multiply"
+SIGMOID = "relax.sigmoid"
 
 #: operands of a link, beside the indices of numbers: what the chain reads, and the link before
 DATA, LAST = "data", "last"
@@ -55,10 +59,12 @@ class Chain:
 
 
 def make_chain(spec: Chain, isa: FloatIsa, name: str) -> PrimFunc:
-    """Make PrimFunc(x (n, 1), numbers (m,), y (n, 1)), as `make_each` does."""
+    """Make PrimFunc(x (n, 1), numbers (m,), y (n, 1)), as `make_each` does. There is no argument
+    for numbers if there are none.
+    """
     count = sum(is_index(each) for _, operands in spec.links for each in operands)
 
-    def compute(data: Expr, width: int, numbers: Buffer) -> Expr:
+    def compute(data: Expr, width: int, numbers: Buffer = None) -> Expr:
         last = data
         for operator, operands in spec.links:
             known = {DATA: data, LAST: last}
@@ -66,11 +72,13 @@ def make_chain(spec: Chain, isa: FloatIsa, name: str) -> PrimFunc:
                 broadcast(numbers[each], width) if is_index(each) else known[each]
                 for each in operands
             ]
+            if operator == SIGMOID:
+                values.append(width)
             last = LINKS[operator](*values)
             last = T.bind(fence(last, width) if operator == PRODUCT else last)
         return last
 
-    return make_each(compute, isa, name, ("numbers", (count,)))
+    return make_each(compute, isa, name, *([("numbers", (count,))] if count else []))
 
 
 def is_index(operand: str | int) -> bool:
@@ -119,7 +127,8 @@ def find_chain(
             break
         vars_.append(var)
         links.append(link)
-    if len(links) < FEWEST_LINKS or not numbers:
+    has_sigmoid = any(name == SIGMOID for name, _ in links)
+    if len(links) < (FEWEST_WITH_SIGMOID if has_sigmoid else FEWEST_LINKS):
         return None
     return FoundChain(Chain(tuple(links)), data, tuple(numbers), tuple(vars_))
 

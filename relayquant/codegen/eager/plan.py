@@ -348,9 +348,10 @@ class Planner:
         if found is None:
             return decline("it begins no chain of operators on single values")
         self.claimed.update(found.vars)
-        key, numbers = KernelKey(make_chain, found.chain), np.array(found.numbers, "float32")
+        key = KernelKey(make_chain, found.chain)
+        numbers = [np.array(found.numbers, "float32")] if found.numbers else []
         data, result = self.operand(found.data), self.find_object(found.vars[-1])
-        step = RowStep(key, 1, data, [numbers], result, self.kernels)
+        step = RowStep(key, 1, data, numbers, result, self.kernels)
         return self.make_step(found.vars[-1], [found.data], step.run, key)
 
     def plan_rows(
@@ -455,9 +456,9 @@ EAGER_RULES: tuple[Rule[Planner, relax.Var, Step], ...] = (
     make_rule(Planner.plan_layer_norm, "relax.nn.layer_norm"),
     make_rule(Planner.plan_prelu, "relax.nn.prelu"),
     make_rule(Planner.plan_leaky_relu, "relax.nn.leakyrelu"),
+    make_rule(Planner.plan_chain, *LINKS),
     make_rule(Planner.plan_each, *EACH),
     make_rule(Planner.plan_recurrence, *RECURRENT_OPERATORS),
-    make_rule(Planner.plan_chain, *LINKS),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from float_models import build_model
+from scipy import special
 from tvm import relax
 from tvm.relax import op
 
@@ -126,3 +127,21 @@ def test_chain__operands_of_other_shapes_and_few_operators_stay_in_numpy():
         return e("y", op.divide(b, number(6)))
 
     assert kinds(EagerModule(build_model(emit, (6, 5))))[:3] == [CallStep] * 3
+
+
+def test_chain__a_sigmoid_and_its_product_are_one_step():
+    def swish(e, x):
+        return e("y", op.multiply(x, e("s", op.sigmoid(x))))
+
+    def sigmoid(e, x):
+        return e("y", op.sigmoid(x))
+
+    module = EagerModule(build_model(swish, ("n", 3, 5)))
+    assert kinds(module)[0] is RowStep
+    assert CallStep not in kinds(module)
+    x = np.random.default_rng(6).normal(0, 9, (40, 3, 5)).astype("float32")
+    x[0, 0] = 0.0, np.nan, np.inf, -200.0, 200.0
+    want = x * EagerModule(build_model(sigmoid, ("n", 3, 5))).run("main", [x])[0]
+    np.testing.assert_array_equal(module.run("main", [x])[0], want)
+    exact = x.astype("float64") * special.expit(x.astype("float64"))
+    np.testing.assert_allclose(want, exact, rtol=3e-7, atol=1e-30)
