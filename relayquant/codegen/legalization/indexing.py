@@ -11,32 +11,8 @@ from tvm import relax, te, tirx
 from tvm.ir import Call
 
 from relayquant.codegen.legalization.logical_and_bitwise import legalize_as_tvm
-from relayquant.ir.dialect.loops import INJECTIVE
 from relayquant.ir.rewrite.expressions import shape_of, static_sizes
 from relayquant.ir.rewrite.graph import tensor_shape
-
-#: `cubic_exclude` of a resize to nearest neighbours that is a spread: each axis has its size, or is
-#: 1 and is repeated. It is a flag, 0 or 1, in every file.
-SPREAD = -1
-
-
-def legalize_resize(builder: relax.BlockBuilder, call: Call) -> Any:
-    """Legalize a resize2d. A spread is one loop that fuses with its readers."""
-    if int(call.attrs.cubic_exclude) != SPREAD or str(call.attrs.method) != "nearest_neighbor":
-        return legalize_as_tvm(builder, call)
-    shape, layout = shape_of(call), str(call.attrs.layout)
-
-    def spread(x: Any) -> Any:
-        def read(*ats: Any) -> Any:
-            bounded = (tirx.min(at, size - 1) for at, size in zip(ats, x.shape, strict=True))
-            pairs = zip(layout, ats, bounded, strict=True)
-            return x(*(inside if letter in "HW" else at for letter, at, inside in pairs))
-
-        return te.compute(shape, read, name="spread")
-
-    # FuseOps does not see that each result reads one pixel.
-    marks = {"op_pattern": INJECTIVE}
-    return builder.call_te(spread, call.args[0], primfunc_name_hint="spread", primfunc_attrs=marks)
 
 
 def legalize_pad(builder: relax.BlockBuilder, call: Call) -> Any:
@@ -187,7 +163,6 @@ def bound_indices(indices: te.Tensor, extents: Sequence[Any]) -> Any:
 
 
 INDEXING_LEGALIZATIONS = {
-    "relax.image.resize2d": legalize_resize,
     "relax.nn.pad": legalize_pad,
     "relax.strided_slice": legalize_slice,
     "relax.take": legalize_take,

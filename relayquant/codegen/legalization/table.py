@@ -14,6 +14,7 @@ from tvm.ir import Call
 
 from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.codegen.kernels.isa.select import select_isa
+from relayquant.codegen.kernels.isa.target import is_cpu_target
 from relayquant.codegen.kernels.permutation import Permutation, make_permutation
 from relayquant.codegen.legalization.bounds import ASKED, BOUNDS
 from relayquant.codegen.legalization.divisions import DIVISION_LEGALIZATIONS
@@ -21,6 +22,7 @@ from relayquant.codegen.legalization.indexing import INDEXING_LEGALIZATIONS
 from relayquant.codegen.legalization.logical_and_bitwise import BITS, legalize_as_tvm
 from relayquant.codegen.legalization.powers import legalize_power
 from relayquant.codegen.legalization.reductions import REDUCTION_LEGALIZATIONS
+from relayquant.codegen.legalization.resizing import RESIZING_LEGALIZATIONS
 from relayquant.codegen.lowering.engine import mark_kernel
 from relayquant.codegen.lowering.kernel_call import build_for_batch, split_batch
 from relayquant.ir.reference.unary import SELU_ALPHA, SELU_SCALE
@@ -184,12 +186,6 @@ def legalize_permute_dims(builder: relax.BlockBuilder, call: Call) -> Any:
     return relax.call_tir(builder.add_func(mark_kernel(func, macs=0), "transpose"), data, call.ty)
 
 
-def is_cpu_target() -> bool:
-    """Whether code is made for a CPU."""
-    target = tvm.target.Target.current(allow_none=True)
-    return target is not None and target.kind.name == "llvm"
-
-
 AVERAGES = [f"relax.nn.{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)]
 
 #: Legalizations for `relax.transform.LegalizeOps`.
@@ -210,4 +206,5 @@ LEGALIZATIONS = {
     "relax.nn.softplus": legalize_softplus,
     "relax.permute_dims": legalize_permute_dims,
     **INDEXING_LEGALIZATIONS,
+    **RESIZING_LEGALIZATIONS,
 }

@@ -20,7 +20,11 @@ from relayquant.codegen.lowering.floating import (
     SEQUENCE_LAYOUT,
 )
 from relayquant.codegen.rewrites.known_values import fold_known_values
-from relayquant.codegen.rewrites.layout_exceptions import convert_with_exceptions
+from relayquant.codegen.rewrites.layout_exceptions import (
+    RESIZE_LAYOUTS,
+    convert_with_exceptions,
+    resize_in,
+)
 from relayquant.codegen.rewrites.moved_quantization import MOVED_QUANTIZATION, read_axes
 from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
 from relayquant.ir.rewrite.casts import canonicalize_bindings
@@ -166,6 +170,34 @@ def move_clip(emitter: Emitter, match: Match, value: relax.Expr, axes: list[int]
     return relax.op.permute_dims(emitter.emit(clipped, f"{match.name}.nhwc"), axes)
 
 
+def _transpose_of_resize() -> Rule:
+    """Move permute_dims(resize2d(x)) -> resize2d(permute_dims(x)), where x has fewer pixels.
+
+    As behind a network that segments images.
+    """
+    resized = wildcard()
+    pattern = Pattern(is_op("relax.permute_dims")(resized), {"resized": resized})
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        call = match.graph.call_of(match.parts["resized"])
+        if call is None or op_name(call) != "relax.image.resize2d":
+            return Skip("the operand is not resized")
+        sizes = [tensor_shape(each) for each in (call.args[0], call)]
+        if not all(each and all(isinstance(size, int) for size in each[1:]) for each in sizes):
+            return Skip("a size is symbolic")
+        if not match.graph.has_one_user(match.parts["resized"]):
+            return Skip("the images are read in both layouts")
+        before, after = (np.prod(each[1:]) for each in sizes if each)
+        axes = find_axes(match, match.root)
+        layout = "".join(str(call.attrs.layout)[axis] for axis in axes)
+        if before >= after or layout not in RESIZE_LAYOUTS:
+            return Skip("there are not more pixels, or no resize has the layout")
+        turned = relax.op.permute_dims(emitter.get(call.args[0]), axes)
+        return resize_in(layout, emitter.emit(turned, f"{match.name}.turned"), call)
+
+    return Rule("transpose of resize", pattern, rewrite)
+
+
 def _transpose_of_unit_axes() -> Rule:
     """Replace a permute_dims(x) that moves only axes of size 1 by reshape(x), which is free."""
     data = wildcard()
@@ -205,6 +237,7 @@ TRANSPOSE_RULES: tuple[Rule, ...] = (
     TRANSPOSE_OF_CONSTANT,
     _of_transpose("transpose", "relax.permute_dims", merge_transposes),
     _transpose_of_unit_axes(),
+    _transpose_of_resize(),
     _of_transpose("pad", "relax.nn.pad", move_pad),
     _of_transpose("clip", "relax.clip", move_clip),
     _reshape_of_reshape(),

@@ -176,29 +176,30 @@ def turn_resize(binding: relax.Binding) -> Sequence[relax.Binding]:
     call = binding.value
     if op_name(call) != "relax.image.resize2d" or str(call.attrs.layout) in RESIZE_LAYOUTS:
         return [binding]
-    data, size = call.args[:2]
-    attrs, layout, name = call.attrs, str(call.attrs.layout), binding.var.name
-    turned = bind_inner(
-        f"{name}_nhwc", relax.op.permute_dims(data, [layout.index(axis) for axis in "NHWC"])
-    )
-    resized = bind_inner(
-        f"{name}_resized",
-        relax.op.image.resize2d(
-            turned.var,
-            size,
-            roi=[float(bound) for bound in attrs.roi],
-            layout="NHWC",
-            method=attrs.method,
-            coordinate_transformation_mode=attrs.coordinate_transformation_mode,
-            rounding_method=attrs.rounding_method,
-            cubic_alpha=attrs.cubic_alpha,
-            cubic_exclude=attrs.cubic_exclude,
-            extrapolation_value=attrs.extrapolation_value,
-            out_dtype=attrs.out_dtype,
-        ),
-    )
+    layout, name = str(call.attrs.layout), binding.var.name
+    axes = [layout.index(axis) for axis in "NHWC"]
+    turned = bind_inner(f"{name}_nhwc", relax.op.permute_dims(call.args[0], axes))
+    resized = bind_inner(f"{name}_resized", resize_in("NHWC", turned.var, call))
     back = relax.op.permute_dims(resized.var, ["NHWC".index(axis) for axis in layout])
     return [turned, resized, rebind(binding, back)]
+
+
+def resize_in(layout: str, data: relax.Expr, call: Call) -> relax.Expr:
+    """Return the resize2d of `call`, of the same images in another layout."""
+    attrs = call.attrs
+    return relax.op.image.resize2d(
+        data,
+        call.args[1],
+        roi=[float(bound) for bound in attrs.roi],
+        layout=layout,
+        method=attrs.method,
+        coordinate_transformation_mode=attrs.coordinate_transformation_mode,
+        rounding_method=attrs.rounding_method,
+        cubic_alpha=attrs.cubic_alpha,
+        cubic_exclude=attrs.cubic_exclude,
+        extrapolation_value=attrs.extrapolation_value,
+        out_dtype=attrs.out_dtype,
+    )
 
 
 def rewrite_bindings(mod: IRModule, rewrite: Rewrite) -> IRModule:

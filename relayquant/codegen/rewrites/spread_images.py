@@ -17,7 +17,7 @@ import tvm_ffi
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.codegen.legalization.indexing import SPREAD
+from relayquant.codegen.legalization.resizing import SPREAD
 from relayquant.codegen.lowering.engine import list_calls
 from relayquant.ir.rewrite.expressions import list_bindings, op_name, shape_of
 from relayquant.ir.rewrite.function import mutate_functions

@@ -367,3 +367,9 @@ def find_architecture(target: Target) -> Architecture:
     if name.startswith(("arm", "thumb")):
         return Architecture.OTHER if "eb" in name else Architecture.ARM32
     return Architecture.OTHER
+
+
+def is_cpu_target() -> bool:
+    """Whether code is made for a CPU."""
+    target = Target.current(allow_none=True)
+    return target is not None and target.kind.name == "llvm"

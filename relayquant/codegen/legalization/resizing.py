@@ -1,0 +1,78 @@
+"""Resizes of images -> the kernel of a linear one, or a loop that fuses; part of `table`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import relax, te, tirx
+from tvm.ir import Call
+
+from relayquant.codegen.kernels.floating.resize import (
+    MODES,
+    LinearResize,
+    ResizedAxis,
+    make_resize,
+)
+from relayquant.codegen.kernels.isa.target import is_cpu_target
+from relayquant.codegen.legalization.logical_and_bitwise import legalize_as_tvm
+from relayquant.codegen.lowering.engine import mark_kernel
+from relayquant.codegen.lowering.kernel_call import build_for_batch, split_batch
+from relayquant.ir.dialect.loops import INJECTIVE
+from relayquant.ir.rewrite.expressions import is_float32, shape_of
+
+#: `cubic_exclude` of a resize to nearest neighbours that is a spread: each axis has its size, or is
+#: 1 and is repeated. It is a flag, 0 or 1, in every file.
+SPREAD = -1
+
+
+def legalize_resize(builder: relax.BlockBuilder, call: Call) -> Any:
+    """Legalize a resize2d: a linear one has a kernel. A spread is one loop that fuses with its
+    readers.
+    """
+    linear = read_linear_resize(call)
+    if linear is not None:
+        symbolic, spec = linear
+        func = build_for_batch(lambda: make_resize(spec), symbolic, (0, 5))
+        kernel = builder.add_func(mark_kernel(func, macs=0), "resize2d")
+        tables = [relax.const(table) for table in spec.list_tables()]
+        return relax.call_tir(kernel, [call.args[0], *tables], call.ty)
+    if int(call.attrs.cubic_exclude) != SPREAD or str(call.attrs.method) != "nearest_neighbor":
+        return legalize_as_tvm(builder, call)
+    shape, layout = shape_of(call), str(call.attrs.layout)
+
+    def spread(x: Any) -> Any:
+        def read(*ats: Any) -> Any:
+            bounded = (tirx.min(at, size - 1) for at, size in zip(ats, x.shape, strict=True))
+            pairs = zip(layout, ats, bounded, strict=True)
+            return x(*(inside if letter in "HW" else at for letter, at, inside in pairs))
+
+        return te.compute(shape, read, name="spread")
+
+    # FuseOps does not see that each result reads one pixel.
+    marks = {"op_pattern": INJECTIVE}
+    return builder.call_te(spread, call.args[0], primfunc_name_hint="spread", primfunc_attrs=marks)
+
+
+def read_linear_resize(call: Call) -> tuple[bool, LinearResize] | None:
+    """Read a linear resize that has a kernel: (whether the batch is symbolic, its specification).
+
+    Sizes but the batch are static. None for any other resize.
+    """
+    attrs, before, after = call.attrs, split_batch(call.args[0]), split_batch(call)
+    layout, mode = str(attrs.layout), str(attrs.coordinate_transformation_mode)
+    if str(attrs.method) != "linear" or mode not in MODES or layout not in ("NCHW", "NHWC"):
+        return None
+    if before is None or after is None or not (is_float32(call.args[0]) and is_float32(call)):
+        return None
+    (symbolic, sizes), (_, results) = before, after
+    if 0 in sizes or 0 in results:
+        return None
+    rows, columns = (ResizedAxis(sizes[at], results[at], mode) for at in map(layout.index, "HW"))
+    if mode == "align_corners" and 1 in (rows.result, columns.result):
+        return None  # TVM divides by 0
+    channels = sizes[layout.index("C")]
+    spec = LinearResize(sizes[0], channels, rows, columns, layout == "NCHW")
+    return (symbolic, spec) if spec.is_worth and is_cpu_target() else None
+
+
+RESIZING_LEGALIZATIONS = {"relax.image.resize2d": legalize_resize}
