@@ -356,7 +356,9 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="also time this engine, float and int8 (MODEL must be .onnx); may be repeated",
     )
-    group.add_argument("--threads", type=int, metavar="N", help="default: all cores")
+    group.add_argument(
+        "--threads", type=int, metavar="N", help="default: TVM_NUM_THREADS, or all cores"
+    )
     group.add_argument(
         "--repeat", type=int, default=20, metavar="N", help="turns of each model (default: 20)"
     )
@@ -477,7 +479,9 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
         help="the same seed draws the same text, at a temperature above 0 (default: 0)",
     )
     group = parser.add_argument_group("how the model runs")
-    group.add_argument("--threads", type=int, metavar="N", help="default: all cores")
+    group.add_argument(
+        "--threads", type=int, metavar="N", help="default: TVM_NUM_THREADS, or all cores"
+    )
     group.add_argument(
         "--max-length",
         type=int,

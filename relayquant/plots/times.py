@@ -19,7 +19,7 @@ from relayquant.analysis.profile import (
     compile_with_sites,
     profile_executable,
 )
-from relayquant.base.cores import count_cores
+from relayquant.base.cores import count_threads
 from relayquant.base.runtime import Machine, as_tensor
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.ir.ledger import Ledger, LedgerRow, read_ledger
@@ -81,7 +81,7 @@ def time_operators(
 ) -> dict[str, tuple[float, float | None]]:
     """Map each operator to (seconds, share of the integer peak of all cores) of its kernels."""
     ledger = read_ledger(built.mod)
-    peak = measure_peak(resolve_target(None)) * count_cores()
+    peak = measure_peak(resolve_target(None)) * count_threads()
     found: dict[str, list[OperatorTime]] = {}
     profile = profile_executable(built.executable, built.sites, built.mod, inputs)
     for time in profile.operators:

@@ -18,6 +18,7 @@ from relayquant.analysis.latency import Latency
 from relayquant.analysis.onnxruntime_baseline import quantize_with_onnxruntime
 from relayquant.analysis.openvino_baseline import has_nncf
 from relayquant.analysis.other_engines import OTHER_ENGINES
+from relayquant.analysis.profile import OperatorTime, Profile
 from relayquant.cli.commands import bench
 from relayquant.cli.files import load_model
 from relayquant.cli.parsers import parse_words
@@ -47,6 +48,29 @@ def test_bench__random_inputs(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert re.search(r"^qnn_conv2d\s+\d+\s+[\d.]+\s+[\d.]+%", text, re.MULTILINE)
     assert "1 thread" in text
     assert "onnxruntime" not in text
+
+
+def test_bench__takes_the_threads_of_the_environment(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TVM_NUM_THREADS", "1")
+    few = ["--repeat", "1", "--operators", "0"]
+    assert cli.main(["bench", str(folder / "digits.onnx"), *few, "--json"]) == 0
+    assert '"threads": 1' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kernels", "text"),
+    [
+        (60e-6, "outside kernels: 40 us of 100 us, 3 calls"),
+        (118e-6, "the kernels took 18 us more than the whole run, 100 us"),
+    ],
+)
+def test_outside__is_no_negative_time(kernels: float, text: str) -> None:
+    profile = Profile((OperatorTime("value", "kernel", kernels, 0),), 100e-6, 3)
+    said = bench.describe_outside(profile)
+    assert text in said
+    assert "-" not in said
 
 
 @pytest.mark.slow

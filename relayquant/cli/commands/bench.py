@@ -26,8 +26,13 @@ from relayquant.analysis.other_engines import (
     prepare_candidates,
 )
 from relayquant.analysis.peak import measure_peak
-from relayquant.analysis.profile import KernelSite, compile_with_sites, profile_executable
-from relayquant.base.cores import count_cores
+from relayquant.analysis.profile import (
+    KernelSite,
+    Profile,
+    compile_with_sites,
+    profile_executable,
+)
+from relayquant.base.cores import count_threads
 from relayquant.base.runtime import Machine
 from relayquant.base.storage.files import open_temporary_folder
 from relayquant.cli.data import open_data
@@ -69,7 +74,7 @@ class Built:
 
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
-    threads = count_cores() if options.threads is None else options.threads
+    threads = count_threads() if options.threads is None else options.threads
     counts = {"--threads": threads, "--batch": options.batch}
     counts |= {"--repeat": options.repeat, "--samples": options.samples}
     check_options(options, counts=counts, outputs=(options.plot,))
@@ -220,11 +225,23 @@ def show_kernels(
         calls += [{"module": name, **make_plain(row)} for row in profile.operators]
         rows = None if output.show_all else options.operators
         output.print(operator_table(profile, peak, rows, f"{name}: slowest calls"))
-        output.print(
-            f"outside kernels: {profile.outside * 1e6:.0f} us of "
-            f"{profile.total * 1e6:.0f} us, {format_count(profile.machine_calls, 'call')}"
-        )
+        output.print(describe_outside(profile))
     output.add_table("kernels", calls)
+
+
+def describe_outside(profile: Profile) -> str:
+    """Say which part of a run is outside kernels. Kernels are timed in other runs than the whole,
+    and with a timer around each, so they may sum up to more.
+    """
+    calls = format_count(profile.machine_calls, "call")
+    if profile.outside < 0:
+        return (
+            f"outside kernels: too little to measure, {calls}. Timed one by one, the kernels took "
+            f"{-profile.outside * 1e6:.0f} us more than the whole run, {profile.total * 1e6:.0f} us"
+        )
+    return (
+        f"outside kernels: {profile.outside * 1e6:.0f} us of {profile.total * 1e6:.0f} us, {calls}"
+    )
 
 
 def export_own(executables: Mapping[str, Any], folder: Path) -> dict[str, Candidate]:

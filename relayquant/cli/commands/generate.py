@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import relayquant as rq
-from relayquant.base.cores import count_cores
+from relayquant.base.cores import count_threads
 from relayquant.base.events import StageEvent
 from relayquant.base.language import DECODE
 from relayquant.base.storage.files import ARCHIVE_SUFFIX, check_file, reading
@@ -33,7 +33,7 @@ SOURCES = (".gguf", ARCHIVE_SUFFIX)
 
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
-    threads = count_cores() if options.threads is None else options.threads
+    threads = count_threads() if options.threads is None else options.threads
     counts = {"--threads": threads, "--max-tokens": options.max_tokens}
     counts["--max-length"] = options.max_length
     check_options(options, counts=counts, outputs=(options.save,))

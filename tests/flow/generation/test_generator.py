@@ -225,7 +225,10 @@ def test_refused__prompts(tokenizer):
     generator = rq.Generator(NumpyModel(), tokenizer)
     with pytest.raises(DataError, match=r"Prompt 0 has no tokens\. Give it"):
         generator.generate("")
-    with pytest.raises(DataError, match=f"has 25 tokens; allowed: at most {LENGTH}"):
+    with pytest.raises(
+        DataError,
+        match=f"has 25 tokens; allowed: at most {LENGTH}. Shorten it. If the model was made for",
+    ):
         generator.generate([0] * 25)
     with pytest.raises(DataError, match="has the token 28; the model has 0 to 27"):
         generator.generate([0, 28])
