@@ -46,6 +46,7 @@ from relayquant.flow.refine.kept_samples import (
     finish_watching,
     pick_few,
     start_watching,
+    warn_few,
 )
 from relayquant.flow.refine.levels import keep_nearer
 from relayquant.flow.refine.look import look_again, look_at_samples
@@ -124,6 +125,7 @@ def quantize_model(
 
     made = finish_model(calibrated, dataset, settings, sample)
     below = EFFORTS[settings.level].below
+    warn_few(sample)
     return keep_nearer(made, sample, settings, below, build_level).tell_user()
 
 

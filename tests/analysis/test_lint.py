@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from float_models import Chain, build_model
+from float_models import Chain, build_model, draw_batches
 from tvm import relax
 
 import relayquant as rq
@@ -70,6 +70,18 @@ def test_lint__one_sample_without_an_axis_for_more():
     (got,) = rq.reference.run(qmod, [batches[1]])
     want = layer(torch.from_numpy(batches[1])).detach().numpy()
     assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
+
+
+@pytest.mark.parametrize(("samples", "is_warned"), [(1, True), (3, True), (4, False)])
+def test_quantize__warns_of_a_few_samples(samples, is_warned):
+    mod = build_model(lambda e, x: e.dense("out", x, 4), (1, 8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rq.quantize(mod, None, draw_batches(mod, samples), effort="fast", guard="off")
+    count = "1 sample" if samples == 1 else f"{samples} samples"
+    said = [str(each.message) for each in caught if each.category is rq.DataWarning]
+    assert bool(said) is is_warned
+    assert all(f"has only {count}. Ranges are" in text and "[RQ304]" in text for text in said)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from relayquant.data import (
     open_dataset,
 )
 from relayquant.data.item import describe_inputs
+from relayquant.errors import DataWarning, format_count, warn_user
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.stages.prepared import PreparedModel
@@ -50,6 +51,18 @@ def start_watching(
     if settings.validation_dataset is not None or not is_on(prepared, settings):
         sample = SpreadSample(tuple(inputs), FEW)
     return sample.watch(open_dataset(dataset, inputs)), sample
+
+
+def warn_few(sample: SpreadSample) -> None:
+    """Warn of data with so few samples that they say little about the range of any value."""
+    if 0 < sample.total < LEAST:
+        warn_user(
+            f"Calibration data: it has only {format_count(sample.total, 'sample')}. Ranges are "
+            "what the samples show, and real inputs beyond them are clipped: take 100 to 500 "
+            "samples like those that the model will see.",
+            DataWarning,
+            code="RQ304",
+        )
 
 
 def holds_back(settings: QuantizeSettings) -> bool:
