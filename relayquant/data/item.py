@@ -23,17 +23,23 @@ from relayquant.errors import (
 )
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.index_limits import find_index_limits
 
 Batch = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class InputInfo:
-    """One input of the model. Symbolic dimensions are given by name."""
+    """One input of the model. Symbolic dimensions are given by name.
+
+    Attributes:
+        places: For an input of indices, the number of elements that it selects from, else None.
+    """
 
     name: str
     shape: tuple[int | str, ...]
     dtype: str
+    places: int | None = None
 
     def __post_init__(self) -> None:
         _find_dtype(self.dtype)
@@ -210,7 +216,20 @@ def _fit_dtype(array: NDArray[Any], info: InputInfo, where: str) -> NDArray[Any]
                     code="RQ302",
                 )
             array = array.astype(target)
+    if info.places is not None:
+        _check_indices(array, info.places, info, where)
     return np.asarray(array, order="C")
+
+
+def _check_indices(array: NDArray[Any], places: int, info: InputInfo, where: str) -> None:
+    low, high = int(array.min()), int(array.max())
+    if low < -places or high >= places:
+        raise DataError(
+            f"{where}: input {info.name!r} holds the index {high if high >= places else low}; the "
+            f"model selects from {format_count(places, 'place')}, so {-places} to {places - 1} are "
+            "allowed. Is the data, or the tokenizer, that of the model?",
+            code="RQ302",
+        )
 
 
 def _find_limits(dtype: np.dtype[Any]) -> tuple[int, int]:
@@ -318,14 +337,15 @@ def list_names(inputs: tuple[InputInfo, ...]) -> str:
 
 
 def describe_inputs(mod: tvm.IRModule) -> tuple[InputInfo, ...]:
-    """Return names, shapes and dtypes of the parameters of main. Dimensions of unknown size get a
-    name.
+    """Return names, shapes, dtypes and limits of the parameters of main. Dimensions of unknown
+    size get a name.
 
     Raises:
         ModelError: there is no main, or an input is not a tensor of known rank.
     """
-    infos = []
-    for param in Graph(mod).func.params:
+    infos, func = [], Graph(mod).func
+    places = find_index_limits(func)
+    for param in func.params:
         if not isinstance(param.ty, relax.TensorType) or param.ty.ndim < 0:
             raise ModelError(
                 f"Input {param.name!r} is {param.ty}; relayquant needs a tensor whose number of "
@@ -335,5 +355,5 @@ def describe_inputs(mod: tvm.IRModule) -> tuple[InputInfo, ...]:
         shape = tensor_shape(param)
         if shape is None:
             shape = tuple(f"{param.name}.{i}" for i in range(param.ty.ndim))
-        infos.append(InputInfo(param.name, shape, tensor_dtype(param)))
+        infos.append(InputInfo(param.name, shape, tensor_dtype(param), places.get(param.name)))
     return tuple(infos)

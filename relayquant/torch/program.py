@@ -24,6 +24,7 @@ from relayquant.ir.rewrite.attributes import find_unmodelled, read_attributes
 from relayquant.ir.rewrite.expressions import FunctionGraph, op_name
 from relayquant.ir.rewrite.function import read_sources
 from relayquant.ir.rewrite.graph import iterate_results
+from relayquant.ir.rewrite.index_limits import find_index_limits
 from relayquant.ir.rewrite.lifetimes import find_ends
 from relayquant.stages.prepared import CalibrationGraph
 from relayquant.torch.operators import TRAINED_ROWS, find_form
@@ -72,6 +73,7 @@ class Values:
     slots: dict[relax.Var, Any]
     round_value: Rounding
     fill: Filler
+    places: Mapping[str, int]
 
 
 Reader = Callable[[Values], Any]
@@ -99,6 +101,7 @@ class TorchProgram:
         result: Reads the results of the function, without the arguments of placeholders.
         constants: The original constants of the function.
         trained: Trainable float32 constants, by the first place that reads each.
+        places: Number of elements that an input of indices selects from, by its name.
     """
 
     graph: CalibrationGraph
@@ -108,6 +111,7 @@ class TorchProgram:
     trained: Mapping[ConstantPlace, GenericConst]
     inputs: tuple[relax.Var, ...] = ()
     by_name: Mapping[str, relax.Var] = field(default_factory=dict)
+    places: Mapping[str, int] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> TorchProgram:
         """Return the same object: it never changes."""
@@ -156,7 +160,7 @@ class TorchProgram:
             DataError: the inputs do not fit the function.
         """
         known = {**self.constants, **constants}
-        values = Values(Frame(self.graph.mod), known, {}, round_value, fill)
+        values = Values(Frame(self.graph.mod), known, {}, round_value, fill, self.places)
         self.bind_inputs(values, inputs)
         for name, value in parameters.items():
             values.slots[self.by_name[name]] = value
@@ -209,7 +213,24 @@ def bind_input(values: Values, var: relax.Var, value: Any) -> None:
         raise DataError(
             f"Input {var.name!r} is {value.dtype}; the model takes {dtype}.", code="RQ302"
         )
+    check_places(values, var, value)
     values.slots[var] = value.to(dtype)
+
+
+def check_places(values: Values, var: relax.Var, value: torch.Tensor) -> None:
+    """Refuse an index that does not fit the tensor it selects from, as PyTorch does.
+
+    Raises:
+        DataError: there is one.
+    """
+    places = values.places.get(var.name)
+    if places is not None and value.numel() and not -places <= value.min() <= value.max() < places:
+        raise DataError(
+            f"Input {var.name!r} holds indices from {value.min()} to {value.max()}; the model "
+            f"selects from {format_count(places, 'place')}, so {-places} to {places - 1} are "
+            "allowed.",
+            code="RQ302",
+        )
 
 
 def build_program(
@@ -272,6 +293,7 @@ class ProgramBuilder:
             self.trained,
             tuple(inputs),
             by_name,
+            find_index_limits(self.main),
         )
 
     def list_results(self, result: relax.Expr) -> list[relax.Expr]:

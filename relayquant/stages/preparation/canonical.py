@@ -21,7 +21,9 @@ from relayquant.ir.rewrite import Emitter, Match, Rule, Skip, apply_rules
 from relayquant.ir.rewrite.bind import bind_params, describe_weights
 from relayquant.ir.rewrite.constants import share_constants
 from relayquant.ir.rewrite.editor import Editor
+from relayquant.ir.rewrite.entry import name_main
 from relayquant.ir.rewrite.function import SOURCES_ATTR
+from relayquant.ir.rewrite.index_limits import LIMITS_ATTR, find_index_limits
 from relayquant.ir.rewrite.moves import MOVES
 from relayquant.ir.rewrite.rule import OnSkip, log_skip, make_rule
 from relayquant.stages.preparation.cells.join import join_cells
@@ -188,6 +190,8 @@ def prepare_module(
             with `needs_finite`, weights or biases are not usable numbers.
     """
     editor = Editor(mod)
+    limits = find_index_limits(name_main(mod)["main"])
+    noted = {LIMITS_ATTR: json.dumps(limits)} if limits else {}
     sources = json.loads(str(editor.attrs.get(SOURCES_ATTR, "{}")))
     editor.source_names = frozenset(sources)
     sources = sources or describe_weights(editor, params)
@@ -202,12 +206,12 @@ def prepare_module(
             join_cells(editor, on_skip)
     editor.prune()
     if not sources:
-        return share_constants(editor.build())
+        return share_constants(editor.build(noted))
     for name, origin in editor.origins.items():
         # An added value has the source node of the value that it was made for.
         if origin in sources:
             sources[name] = sources[origin]
-    return share_constants(editor.build({SOURCES_ATTR: json.dumps(sources)}))
+    return share_constants(editor.build({SOURCES_ATTR: json.dumps(sources), **noted}))
 
 
 # --- the user's rules ---------------------------------------------------------------------------
