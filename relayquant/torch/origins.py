@@ -77,6 +77,15 @@ class Origins:
         same = [each for each in read if np.array_equal(sort_values(each), ordered)]
         return same or read
 
+    def covers(self, found: Iterable[Sequence[torch.Tensor]]) -> bool:
+        """Whether all trained tensors that the model reads are among those found. Then a constant
+        of unknown origin is none that the module would train.
+        """
+        known = {id(tensor) for tensors in found for tensor in tensors}
+        names = {name for row in self.sources.values() for name in row.get("constants", ())}
+        read = (self.tensors[name] for name in names if name in self.tensors)
+        return all(id(each) in known or not each.requires_grad for each in read)
+
     def find_norm(self, name: str) -> list[torch.Tensor]:
         """Return gamma and beta of a batch norm. Nothing if it has none."""
         return [each for each in self.list_read([name]) if isinstance(each, nn.Parameter)]

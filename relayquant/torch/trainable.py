@@ -182,8 +182,10 @@ class TrainableModule(nn.Module):
             name = f"floats.{name_parameter(f'{place[0]}:{place[1]}')}"
             value = program.constants[constant]
             found[name], plain[name] = known.find_float(place, value.numpy()), value
+        is_complete = known.covers(found.values())
         for name, tensors in found.items():
-            if is_frozen(tensors):
+            is_built = is_complete and not tensors  # a constant that forward builds
+            if is_built or is_frozen(tensors):
                 self.get_parameter(name).requires_grad_(False)
         self.ties = dict(find_ties(found, plain))
         with torch.no_grad():

@@ -164,3 +164,31 @@ def test_random_numbers_of_training__are_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rq.torch.prepare_qat(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), (x,))
+
+
+class Built(nn.Module):
+    """A product, and constants that forward builds: an addend, and a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = torch.relu(self.layer(x)) + torch.arange(8.0)
+        return nn.functional.linear(x, torch.eye(8) + 0.5)
+
+
+def test_constants_that_forward_builds__do_not_train():
+    """They are no parameters in PyTorch, where training does not change them."""
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 8), Built().eval()
+    module = rq.torch.prepare_qat(
+        model, (x,), calibration_dataset=[x.numpy()], ranges="frozen", effort="fast"
+    )
+    trained = {name for name, each in module.named_parameters() if each.requires_grad}
+    assert {name.partition(":")[2] for name in trained} == {"weight", "bias"}
+    assert len(trained) == sum(each.requires_grad for each in model.parameters())
+    before = {name: each.clone() for name, each in module.named_parameters()}
+    take_step(module, x)
+    changed = {name for name, each in module.named_parameters() if not each.equal(before[name])}
+    assert changed == trained
