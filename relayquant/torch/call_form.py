@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,21 @@ import torch
 from torch.utils import _pytree as pytree
 
 from relayquant.errors import DataError
+
+
+def refuse_arrays(leaves: Iterable[Any]) -> None:
+    """Refuse arrays of other packages among the arguments of a module.
+
+    Raises:
+        DataError: there is one.
+    """
+    for leaf in leaves:
+        if hasattr(leaf, "__array__") and not isinstance(leaf, torch.Tensor):
+            raise DataError(
+                f"An argument of the module is a {type(leaf).__name__}; allowed: a "
+                "torch.Tensor. For an array x: torch.from_numpy(x).",
+                code="RQ302",
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +74,7 @@ class CallForm:
                 f"The arguments have another structure than the example inputs: {error}",
                 code="RQ302",
             ) from error
-        for leaf in leaves:
-            if hasattr(leaf, "__array__") and not isinstance(leaf, torch.Tensor):
-                raise DataError(
-                    f"An argument of the module is a {type(leaf).__name__}; allowed: a "
-                    "torch.Tensor. For an array x: torch.from_numpy(x).",
-                    code="RQ302",
-                )
+        refuse_arrays(leaves)
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def build_result(self, result: Any) -> Any:

@@ -21,7 +21,7 @@ from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import Ledger, read_ledger
 from relayquant.stages.compilation import compile
 from relayquant.stages.effort import default_mapping
-from relayquant.torch.call_form import CallForm
+from relayquant.torch.call_form import CallForm, refuse_arrays
 from relayquant.torch.custom_config import PrepareCustomConfig
 from relayquant.torch.define_by_run.arguments import (
     FlatArguments,
@@ -325,11 +325,14 @@ class QuantizedWhole(Uncopied):
         model's outputs.
 
         Raises:
-            DataError: an integer input has another dtype, or the number of tensors differs.
+            DataError: an integer input has another dtype, the number of tensors differs, or an
+                argument is an array of another package.
             ModelError: an input has a size or a dtype that calibration never reached.
         """
-        tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        leaves = pytree.tree_leaves(args)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if len(tensors) != self._count:
+            refuse_arrays(leaves)
             wanted = format_count(self._count, "tensor")
             raise DataError(f"The model takes {wanted}, got {len(tensors)}.", code="RQ302")
         for i, qparams in self._integers:

@@ -260,3 +260,13 @@ def test_copy__says_what_to_do_instead(models):
                 make(each)
         with pytest.raises(rq.ConfigError, match=r"has no state_dict: .*as_module makes"):
             each.state_dict()
+
+
+def test_convert__an_array_in_place_of_a_tensor_is_named():
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(8, 4).eval(), torch.randn(4, 8)
+    prepared = rq.torch.prepare(model, (x,))
+    prepared(x)
+    converted = rq.torch.convert(prepared)
+    with pytest.raises(rq.errors.DataError, match=r"is a ndarray; allowed: a torch\.Tensor\. For"):
+        converted(x.numpy())
