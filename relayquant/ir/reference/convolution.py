@@ -35,6 +35,25 @@ def permute_layout(array: Array, source: str, target: str) -> Array:
     return array.transpose([source.index(letter) for letter in target])
 
 
+def pad_constant(data: Array, widths: Sequence[tuple[int, int]], value: Any) -> Array:
+    """Return the same as `np.pad` with constant values, which takes four times as long for the
+    data of a small layer.
+
+    Raises:
+        ValueError: A width is negative.
+    """
+    if min((width for edges in widths for width in edges), default=0) < 0:
+        raise ValueError(f"The padding is {widths}; allowed: no negative width.")
+    shape = [
+        before + size + after for size, (before, after) in zip(data.shape, widths, strict=True)
+    ]
+    padded = np.full(shape, value, data.dtype, order="F" if data.flags.fnc else "C")
+    padded[tuple(slice(a, a + size) for size, (a, _) in zip(data.shape, widths, strict=True))] = (
+        data
+    )
+    return padded
+
+
 def iterate_taps(
     kernel: Sequence[int],
     outputs: Sequence[int],
@@ -87,7 +106,7 @@ def convolve(
             "kernel input channels, output channels a multiple of groups.",
             code="RQ601",
         )
-    x = np.pad(x, [(0, 0), *pads, (0, 0)])
+    x = pad_constant(x, [(0, 0), *pads, (0, 0)], 0)
     taps = w.shape[:rank]
     outputs = [
         (size - d * (k - 1) - 1) // s + 1
@@ -256,7 +275,7 @@ def pad_pooled(data: Array, window: Window, fill: Any) -> tuple[Array, list[int]
     x = permute_layout(data, window.layout, "N" + get_spatial_letters(window.layout) + "C")
     pads, outputs = window.fit(x.shape[1:-1])
     if np.any(pads):
-        x = np.pad(x, [(0, 0), *pads, (0, 0)], constant_values=fill)
+        x = pad_constant(x, [(0, 0), *pads, (0, 0)], fill)
     return x, outputs
 
 

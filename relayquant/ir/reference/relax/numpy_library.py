@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from relayquant.ir.reference.convolution import pad_constant
 from relayquant.ir.reference.relax import windows
 from relayquant.ir.reference.relax.row import align, to_axes, to_ints
 from relayquant.ir.reference.relax.vision import select_boxes
@@ -232,7 +233,7 @@ class Numpy:
         (data,), mode = args, str(attrs.pad_mode)
         widths = np.reshape(to_ints(attrs.pad_width), (-1, 2)).tolist()
         if mode == "constant":
-            return np.pad(data, widths, constant_values=data.dtype.type(attrs.pad_value))
+            return pad_constant(data, widths, data.dtype.type(attrs.pad_value))
         numpy_mode = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}.get(mode)
         return NotImplemented if numpy_mode is None else np.pad(data, widths, mode=numpy_mode)
 
