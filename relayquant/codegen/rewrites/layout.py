@@ -26,6 +26,7 @@ from relayquant.codegen.rewrites.layout_exceptions import (
     resize_in,
 )
 from relayquant.codegen.rewrites.moved_quantization import MOVED_QUANTIZATION, read_axes
+from relayquant.codegen.rewrites.sunk_transposes import sink_transposes
 from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
 from relayquant.ir.rewrite.casts import canonicalize_bindings
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
@@ -67,7 +68,7 @@ def convert_layout(mod: IRModule) -> IRModule:
     mod = canonicalize_bindings(mod)
     if not is_one_block(mod):
         return mod
-    return tidy_module(apply_rules(mod, TRANSPOSE_RULES))
+    return tidy_module(apply_rules(sink_transposes(mod), TRANSPOSE_RULES))
 
 
 def has_constants(mod: IRModule) -> bool:
