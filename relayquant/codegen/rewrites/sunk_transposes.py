@@ -19,7 +19,7 @@ from tvm.ir import Call
 
 from relayquant.codegen.rewrites.layout_exceptions import TWO_OPERANDS
 from relayquant.codegen.rewrites.moved_quantization import read_axes
-from relayquant.ir.rewrite import Emitter
+from relayquant.ir.rewrite import Emitter, Graph
 from relayquant.ir.rewrite.expressions import is_float32, op_name, with_operands
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
 from relayquant.ir.rewrite.walker import rewrite_main
@@ -31,8 +31,22 @@ EmitBefore = Callable[[Emitter], relax.Expr]
 
 
 def sink_transposes(mod: IRModule) -> IRModule:
-    """Move transposes of images behind operators on two float32 operands, in one walk over main."""
-    return rewrite_main(mod, SinkingWalk().visit, tidy=False)
+    """Move transposes of images behind operators on two float32 operands, in one walk over main.
+
+    A module in which no such operator reads one is returned as it is.
+    """
+    graph = Graph(mod)
+    calls = {binding.var: graph.call_of(binding.var) for binding in graph.bindings}
+    images = {var for var, call in calls.items() if call is not None and is_image_move(call)}
+    for var, call in calls.items():
+        if op_name(call) in TWO_OPERANDS and is_float32(var) and images.intersection(call.args):
+            return rewrite_main(mod, SinkingWalk().visit, tidy=False)
+    return mod
+
+
+def is_image_move(call: Call) -> bool:
+    """Whether a call is a transpose between NCHW and NHWC."""
+    return op_name(call) == "relax.permute_dims" and tuple(read_axes(call)) in IMAGE_MOVES
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +69,8 @@ class SinkingWalk:
                 self.moved[bound] = axes, lambda _: inner
                 return bound
         bound = emitter.bind(binding.var, value)
-        if operator == "relax.permute_dims":
-            axes, data = tuple(read_axes(value)), value.args[0]
-            if axes in IMAGE_MOVES:
-                self.moved[bound] = axes, lambda _: data
+        if operator == "relax.permute_dims" and is_image_move(value):
+            self.moved[bound] = tuple(read_axes(value)), lambda _: value.args[0]
         elif operator == "relax.qnn.dequantize" and value.args[0] in self.moved:
             self.note_dequantized(bound, value, name)
         return bound

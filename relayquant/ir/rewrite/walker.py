@@ -218,7 +218,8 @@ def rewrite_main(
     main = define_function(emitter.builder, params, emit, attrs=func_attrs)
     built = emitter.builder.finalize()
     functions = {gv: func for gv, func in built.functions.items() if gv.name_hint != "main"}
-    functions["main"] = _name_output(main).with_attr("global_symbol", "main")
+    own = mod.get_global_var("main")  # by which other functions may call it
+    functions[own] = _name_output(main).with_attr("global_symbol", "main")
     rebuilt = tvm.IRModule(functions, attrs=mod.attrs)
     return tidy_module(rebuilt) if tidy else rebuilt
 

@@ -100,6 +100,11 @@ def test_convert_layout__no_transpose_is_left(body) -> None:
     check_numbers(mod)
 
 
+def test_sink_transposes__a_module_without_any_is_the_same() -> None:
+    mod = build_model(lambda emit, x: emit("y", R.add(x, x)), NHWC)
+    assert sink_transposes(mod).same_as(mod)
+
+
 def another_operand(emit, x):
     turned = turn(emit, "turned", x)
     return emit("sum", R.add(turned, emit("mean", R.mean(turned, [2, 3], keepdims=True))))

@@ -471,3 +471,27 @@ def test_rewrite__shared_operand_in_tuples_is_bound_once():
     graph = Graph(rewrite_main(dotted_module(), visit))
     operators = [getattr(getattr(b.value, "op", None), "name", "") for b in graph.bindings]
     assert operators.count("relax.sigmoid") == operators.count("relax.nn.relu") == 1
+
+
+def test_rewrite_main__other_functions_call_the_new_one():
+    @I.ir_module
+    class Twice:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")) -> R.Tensor((2, 3), "float32"):
+            with R.dataflow():
+                y = R.nn.relu(x)
+                R.output(y)
+            return y
+
+        @R.function
+        def twice(x: R.Tensor((2, 3), "float32")) -> R.Tensor((2, 3), "float32"):
+            cls = Twice
+            once: R.Tensor((2, 3), "float32") = cls.main(x)
+            again: R.Tensor((2, 3), "float32") = cls.main(once)
+            return again
+
+    rebuilt = rewrite_main(Twice, double_relu, tidy=False)
+    relax.analysis.well_formed(rebuilt, check_ty=False)
+    callees = [b.value.op for block in rebuilt["twice"].body.blocks for b in block.bindings]
+    assert all(callee.same_as(rebuilt.get_global_var("main")) for callee in callees)
+    assert names(rebuilt) == ["y.twice", "y"]

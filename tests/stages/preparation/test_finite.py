@@ -56,7 +56,7 @@ def make_network(tmp_path, constants):
 
 def draw_data(*shape: int) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(1)
-    return [{"x": rng.normal(size=shape).astype("float32")} for _ in range(3)]
+    return [{"x": rng.normal(size=shape).astype("float32")} for _ in range(4)]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
