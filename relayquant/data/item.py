@@ -23,7 +23,7 @@ from relayquant.errors import (
 )
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
-from relayquant.ir.rewrite.index_limits import find_index_limits
+from relayquant.ir.rewrite.index_limits import describe_places, find_index_limits
 
 Batch = dict[str, NDArray[Any]]
 
@@ -225,9 +225,9 @@ def _check_indices(array: NDArray[Any], places: int, info: InputInfo, where: str
     low, high = int(array.min()), int(array.max())
     if low < -places or high >= places:
         raise DataError(
-            f"{where}: input {info.name!r} holds the index {high if high >= places else low}; the "
-            f"model selects from {format_count(places, 'place')}, so {-places} to {places - 1} are "
-            "allowed. Is the data, or the tokenizer, that of the model?",
+            f"{where}: input {info.name!r} holds the index {high if high >= places else low}; "
+            f"{describe_places(places)} Check that the data, or the tokenizer, belongs to the "
+            "model.",
             code="RQ302",
         )
 

@@ -413,9 +413,10 @@ FORMS_AT_TIES: Mapping[tuple[str, str], Callable[[list[Any], Any], Tensor]] = {
 
 
 def find_form(operator: str, source: str) -> Callable[[list[Any], Any], Any] | None:
-    """Return the torch form of an operator without "relax.", or None if it has none.
+    """Return the torch form of an operator, or None if it has none.
 
     Args:
+        operator: Its name, without "relax.".
         source: PyTorch's operator that it was made of, as "aten.max.dim", or "".
     """
     packet = source.rpartition(".")[0]

@@ -24,7 +24,7 @@ from relayquant.ir.rewrite.attributes import find_unmodelled, read_attributes
 from relayquant.ir.rewrite.expressions import FunctionGraph, op_name
 from relayquant.ir.rewrite.function import read_sources
 from relayquant.ir.rewrite.graph import iterate_results
-from relayquant.ir.rewrite.index_limits import find_index_limits
+from relayquant.ir.rewrite.index_limits import describe_places, find_index_limits
 from relayquant.ir.rewrite.lifetimes import find_ends
 from relayquant.stages.prepared import CalibrationGraph
 from relayquant.torch.operators import TRAINED_ROWS, find_form
@@ -226,9 +226,8 @@ def check_places(values: Values, var: relax.Var, value: torch.Tensor) -> None:
     places = values.places.get(var.name)
     if places is not None and value.numel() and not -places <= value.min() <= value.max() < places:
         raise DataError(
-            f"Input {var.name!r} holds indices from {value.min()} to {value.max()}; the model "
-            f"selects from {format_count(places, 'place')}, so {-places} to {places - 1} are "
-            "allowed.",
+            f"Input {var.name!r} holds indices from {value.min()} to {value.max()}; "
+            f"{describe_places(places)}",
             code="RQ302",
         )
 

@@ -59,8 +59,9 @@ class Chain:
 
 
 def make_chain(spec: Chain, isa: FloatIsa, name: str) -> PrimFunc:
-    """Make PrimFunc(x (n, 1), numbers (m,), y (n, 1)), as `make_each` does. There is no argument
-    for numbers if there are none.
+    """Make PrimFunc(x (n, 1), numbers (m,), y (n, 1)), as `make_each` does.
+
+    A chain that reads no number has no argument `numbers`.
     """
     count = sum(is_index(each) for _, operands in spec.links for each in operands)
 

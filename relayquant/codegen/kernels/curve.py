@@ -90,10 +90,9 @@ class Curve:
         """Split the number by which the last steps multiply: (curve, number)."""
         *others, last = self.steps
         value, number = split_number(last)
-        if last.operation is not Operation.MULTIPLY or number is None or value != len(others):
+        is_factor = last.operation is Operation.MULTIPLY and number is not None
+        if not is_factor or value != len(others) or not others:  # a curve has a step
             return self, 1.0
-        if not others:
-            return self, 1.0  # a curve has a step
         curve, factor = Curve(tuple(others)).split_factor()
         return curve, factor * number
 
@@ -174,7 +173,6 @@ ARITHMETIC: dict[Operation, Callable[[Expr, Expr], Expr]] = {
     Operation.DIVIDE: truediv,
 }
 
-
 #: Bounds of the operands' magnitudes -> a bound of the result's.
 BOUNDS: dict[Operation, Callable[..., float]] = {
     Operation.ADD: add,
@@ -226,8 +224,8 @@ def horner(x: Expr, coefficients: Sequence[float], lanes: int = 1) -> Expr:
 def split_horner(x: Expr, square: Expr, coefficients: Sequence[float], lanes: int = 1) -> Expr:
     """Build the same polynomial from its even and odd powers, for the square of x.
 
-    With one operation more, half as many wait for each other. A CPU begins some 100 operations
-    ahead, which are those of three long polynomials.
+    It takes one operation more, and the two halves do not wait for each other. In one chain each
+    operation waits for the one before it, and a CPU can look only some 100 operations ahead.
     """
     even, odd = coefficients[-1::-2][::-1], coefficients[-2::-2][::-1]
     return horner(square, even, lanes) + x * horner(square, odd, lanes)

@@ -93,8 +93,9 @@ class SinkingWalk:
 
         None if no operand is transposed, or one is no constant, transposed by others, or broadcast.
         """
-        moves = {self.moved[each][0] for each in call.args if each in self.moved}
-        if len(moves) != 1 or len({tensor_shape(each) for each in self.list_moved(call)}) != 1:
+        moved = [each for each in call.args if each in self.moved]
+        moves = {self.moved[each][0] for each in moved}
+        if len(moves) != 1 or len(set(map(tensor_shape, moved))) != 1:
             return None
         (axes,) = moves
         operands: list[EmitBefore] = []
@@ -107,10 +108,6 @@ class SinkingWalk:
                 return None
             operands.append(turn_constant(value, axes))
         return axes, operands
-
-    def list_moved(self, call: Call) -> list[relax.Expr]:
-        """List the operands that are transposed images."""
-        return [each for each in call.args if each in self.moved]
 
 
 def turn_constant(value: np.ndarray, axes: tuple[int, ...]) -> EmitBefore:

@@ -9,6 +9,7 @@ import json
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.errors import format_count
 from relayquant.ir.rewrite.expressions import op_name
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
 
@@ -62,3 +63,9 @@ def count_places(call: Call) -> int | None:
         return None
     size = shape[0 if axis is None else int(axis)]
     return None if isinstance(size, str) else int(size)
+
+
+def describe_places(places: int) -> str:
+    """Say which indices a message about a wrong one allows."""
+    count = format_count(places, "place")
+    return f"the model selects from {count}, so {-places} to {places - 1} are allowed."

@@ -3,7 +3,7 @@
     y = dequantize(sums);  q = quantize(curve(y) * factors)    ->    q = epilogue(sums)
 
 A network that is quantized with equalization has such factors, one for each channel, behind GELU.
-A kernel of their own would read and write four bytes where these are one.
+Between kernels the values would be float32 in memory: four bytes where the result has one.
 """
 
 from __future__ import annotations
