@@ -16,6 +16,7 @@ from tvm.target import Target
 
 import relayquant as rq
 from relayquant.base.runtime import Executor
+from relayquant.codegen.kernels.floating.resize import TASK_VALUES, LinearResize, ResizedAxis
 from relayquant.codegen.legalization.resizing import read_linear_resize
 from relayquant.codegen.rewrites.layout import TRANSPOSE_RULES
 from relayquant.ir.rewrite import apply_rules
@@ -31,6 +32,7 @@ RESIZES = {
     "one pixel": ((1, 2, 1, 1), (5, 6)),
     "tasks": ((1, 2, 100, 120), (333, 300)),
     "narrower": ((1, 3, 10, 40), (20, 19)),
+    "a task that is moved back": ((1, 1, 3, 1366), (47, 1366)),
 }
 MODES = ["half_pixel", "pytorch_half_pixel", "asymmetric", "align_corners"]
 
@@ -107,6 +109,25 @@ def test_linear_resize__agrees_with_onnx(name: str, mode: str, layout: str) -> N
     (everywhere,) = rq.reference.run(mod, turn(x, layout))
     # TVM computes places in float32: near 100 they are off by 1e-5 of a pixel.
     np.testing.assert_allclose(found, everywhere, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_read_rows__no_task_reads_more(mode: str) -> None:
+    """The kernel's memory has so many rows. The tasks are those of `emit_planes`.
+
+    With some of these sizes only the last one, which is moved back, reads as many.
+    """
+    for size, result in [(size, result) for size in range(1, 40) for result in range(40, 60)]:
+        rows = ResizedAxis(size, result, mode)
+        first, second = rows.places
+        for task_rows in (7, 24, 30):
+            columns = ResizedAxis(5, -(-TASK_VALUES // task_rows), mode)
+            spec = LinearResize(1, 1, rows, columns, is_planar=True)
+            assert spec.task_rows == task_rows
+            starts = [min(at, result - task_rows) for at in range(0, result, task_rows)]
+            most = max(second[start + task_rows - 1] - first[start] + 1 for start in starts)
+            assert most == spec.read_rows
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])

@@ -119,11 +119,14 @@ class LinearResize:
 
     @property
     def read_rows(self) -> int:
-        """Most rows of x that a task of a plane reads."""
+        """Most rows of x that a task of a plane reads.
+
+        The last task is moved back, so that it has as many rows as the others.
+        """
         first, second = self.rows.places
         starts = np.arange(0, self.rows.result, self.task_rows)
-        ends = np.minimum(starts + self.task_rows, self.rows.result) - 1
-        return int((second[ends] - first[starts]).max()) + 1
+        starts = np.minimum(starts, self.rows.result - self.task_rows)
+        return int((second[starts + self.task_rows - 1] - first[starts]).max()) + 1
 
 
 @dataclass(frozen=True)
