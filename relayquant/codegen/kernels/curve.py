@@ -90,8 +90,8 @@ class Curve:
         """Split the number by which the last steps multiply: (curve, number)."""
         *others, last = self.steps
         value, number = split_number(last)
-        is_factor = last.operation is Operation.MULTIPLY and number is not None
-        if not is_factor or value != len(others) or not others:  # a curve has a step
+        is_behind_others = bool(others) and value == len(others)  # a curve has a step
+        if number is None or last.operation is not Operation.MULTIPLY or not is_behind_others:
             return self, 1.0
         curve, factor = Curve(tuple(others)).split_factor()
         return curve, factor * number
