@@ -30,6 +30,7 @@ from relayquant.codegen.rewrites.transposed_blocks import make_pixel_blocks
 from relayquant.codegen.rewrites.transposed_sequences import lay_sequences
 from relayquant.codegen.rewrites.type_promotion import widen_types
 from relayquant.codegen.rewrites.zero_point_correction import subtract_zero_points
+from relayquant.codegen.schedule.flat_positions import create_flattening_pass
 from relayquant.codegen.schedule.fusion import KEEP_APART
 from relayquant.codegen.schedule.memory import PLAN_MEMORY
 from relayquant.codegen.schedule.reduction_init import create_reduction_init_pass
@@ -112,6 +113,7 @@ def make_lowering(target: Target, check_shapes: tvm.transform.Pass) -> tvm.trans
             create_math_pass(target),
             create_wrapping_pass(target),
             relax.transform.RewriteDataflowReshape(),
+            create_flattening_pass(),
             relax.transform.ToNonDataflow(),
             relax.transform.RemovePurityChecking(),
             check_shapes,

@@ -35,6 +35,7 @@ from relayquant.codegen.schedule.block_analysis import (
     read_block,
     tirx_bits,
 )
+from relayquant.codegen.schedule.flat_positions import FUSED_AXES
 
 #: Below this many element operations, waking threads costs more than it gains: about 10
 #: microseconds of vector operations.
@@ -153,7 +154,7 @@ class FunctionScheduler:
             self.schedule_padding(block)
             return
         if not self.split_joined(loops, info):
-            self.vectorize_loops(loops, info)
+            self.vectorize_loops(block, loops, info)
 
     def split_joined(self, loops: Sequence[s_tir.schedule.LoopRV], info: BlockInfo) -> bool:
         """Split the last axis where a guard changes along it, as in a concatenation, and vectorize.
@@ -189,7 +190,12 @@ class FunctionScheduler:
         inside = [axis.var for axis in info.spatial[-max(inner, 1) :]]
         return any(mentions(guard, var) for guard in guards for var in inside)
 
-    def vectorize_loops(self, loops: Sequence[s_tir.schedule.LoopRV], info: BlockInfo) -> None:
+    def vectorize_loops(
+        self,
+        block: s_tir.schedule.SBlockRV,
+        loops: Sequence[s_tir.schedule.LoopRV],
+        info: BlockInfo,
+    ) -> None:
         """Vectorize the contiguous suffix of `loops`, which has one loop per spatial axis.
 
         The other loops run in parallel. An axis that no vector divides stays a serial innermost
@@ -202,7 +208,10 @@ class FunctionScheduler:
         outer = list(loops[: -max(inner, 1)])
         if inner:
             extent = math.prod(constant(v.dom.extent) or 1 for v in info.spatial[-inner:])
-            loop = sch.fuse(*loops[-inner:]) if inner > 1 else loops[-1]
+            loop = loops[-1]
+            if inner > 1:
+                loop = sch.fuse(*loops[-inner:])
+                sch.annotate(block, FUSED_AXES, inner)
             width = pick_width(extent, lanes)
             if width == extent:
                 sch.vectorize(loop)
@@ -220,7 +229,7 @@ class FunctionScheduler:
             loops = list(sch.get_loops(part))
             part_info = self.info(part)
             if len(loops) == len(part_info.spatial):
-                self.vectorize_loops(loops, part_info)
+                self.vectorize_loops(part, loops, part_info)
             else:
                 self.parallelize(loops[:-1], part_info)
 
