@@ -276,6 +276,11 @@ def draw_pool(g: GraphDrawer) -> Node | None:
         attrs["ceil_mode"] = 1
     if op == "AveragePool" and g.chance(0.5):
         attrs["count_include_pad"] = 1
+    if attrs.get("auto_pad", "").startswith("SAME"):
+        # What a kernel smaller than the stride reads then is not the same in all tools.
+        strides = attrs.get("strides", attrs["kernel_shape"])
+        kernel = [max(pair) for pair in zip(attrs["kernel_shape"], strides, strict=True)]
+        attrs["kernel_shape"] = kernel
     has_dilations = g.opset >= {"MaxPool": 10, "AveragePool": 19}.get(op, 99)
     # ONNX Runtime does not give the standard's size for dilations with auto_pad.
     if has_dilations and "auto_pad" not in attrs and g.chance(0.2):

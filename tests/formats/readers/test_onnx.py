@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -9,10 +10,12 @@ import onnx
 import pytest
 import tvm
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 from onnx_runtime import run_onnxruntime
 from tvm import relax
 from tvm.ir import Call
 
+import relayquant as rq
 from relayquant.errors import ModelError
 from relayquant.formats.load import load
 from relayquant.formats.readers import import_onnx
@@ -202,6 +205,55 @@ def test_pool_auto_pad(opset, operator, mode):
     model = make_model([node], {"x": ["N", 3, 8, 9]}, opset=opset)
     mod = check_against_onnxruntime(model, {"x": draw(2, 3, 8, 9)})
     assert len(operators_of(mod)) == 1
+
+
+SMALL = list(itertools.product((3, 4, 5, 6), (1, 2), (2, 3, 4), ("SAME_UPPER", "SAME_LOWER")))
+
+
+@pytest.mark.parametrize("opset", [7, 11, 19, 22])
+@pytest.mark.parametrize("operator", ["MaxPool", "AveragePool", "LpPool"])
+def test_pool_auto_pad__kernel_smaller_than_stride(operator, opset):
+    """As ONNX Runtime, or refused: where it crops the data, which the standard does not say."""
+    messages = []
+    for size, kernel, stride, mode in SMALL:
+        attributes = {"auto_pad": mode, "kernel_shape": [kernel], "strides": [stride]}
+        node = helper.make_node(operator, ["x"], ["y"], **attributes)
+        model = make_model([node], {"x": [1, 2, size]}, opset=opset)
+        x = draw(1, 2, size)
+        try:
+            (expected,) = run_onnxruntime(model, {"x": x})
+        except Exception:  # ONNX Runtime has no padding below 0 for this operator
+            expected = None
+        try:
+            mod, _ = import_onnx(model)
+        except ModelError as error:
+            messages.append(str(error))
+            continue
+        if expected is not None:
+            (got,) = rq.reference.run(mod, {"x": x})
+            np.testing.assert_allclose(got, expected, 1e-5, err_msg=str(attributes))
+    assert len(messages) == 6
+    assert all("pads=[0, 0] in place of auto_pad" in message for message in messages)
+
+
+@pytest.mark.parametrize("opset", [7, 11, 22])
+@pytest.mark.parametrize("operator", ["Conv", "ConvTranspose"])
+def test_convolution_auto_pad__kernel_smaller_than_stride(operator, opset):
+    """As onnx's evaluator for Conv, which never crops; its ConvTranspose is not the standard's, so
+    that is as ONNX Runtime.
+    """
+    for size, kernel, stride, mode in SMALL:
+        node = helper.make_node(operator, ["x", "w"], ["y"], auto_pad=mode, strides=[stride])
+        weights = {"w": draw(2, 2, kernel)}
+        model = make_model([node], {"x": [1, 2, size]}, weights=weights, opset=opset)
+        feeds = {"x": draw(1, 2, size)}
+        if operator == "Conv":
+            (expected,) = ReferenceEvaluator(model).run(None, feeds)
+        else:
+            (expected,) = run_onnxruntime(model, feeds)
+        (got,) = rq.reference.run(import_onnx(model)[0], feeds)
+        assert got.shape == expected.shape
+        np.testing.assert_allclose(got, expected, 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,13 @@ def resolve_auto_pad(
     """Return explicit pads (all begins, then all ends) for attribute auto_pad. None if it defines
     none.
 
-    SAME_* pads so that the output has ceil(size / stride) elements (ONNX, operator Conv).
+    SAME_* pads so that the output has ceil(size / stride) elements (ONNX, operator Conv). It never
+    crops: with a kernel smaller than the stride the padding is 0, as in onnx's evaluator.
 
     Raises:
-        ValueError: a symbolic size has a stride, so the padding depends on the size.
+        Refusal: a symbolic size has a stride, so the padding depends on the size.
     """
-    mode = attrs.get("auto_pad", b"NOTSET")
-    mode = mode.decode() if isinstance(mode, bytes) else str(mode)
+    mode = read_auto_pad(attrs)
     if mode == "NOTSET":
         return None
     if mode == "VALID":
@@ -54,11 +54,23 @@ def resolve_auto_pad(
                 )
             total = window - 1
         else:
-            total = max(0, (-(-size // stride) - 1) * stride + window - size)
+            total = max(0, measure_same_pads(size, window, stride))
         small, large = total // 2, total - total // 2
         begins.append(small if mode == "SAME_UPPER" else large)
         ends.append(large if mode == "SAME_UPPER" else small)
     return begins + ends
+
+
+def read_auto_pad(attrs: Mapping[str, Any]) -> str:
+    mode = attrs.get("auto_pad", b"NOTSET")
+    return mode.decode() if isinstance(mode, bytes) else str(mode)
+
+
+def measure_same_pads(size: int, window: int, stride: int) -> int:
+    """Return the padding of both sides that gives ceil(size / stride) windows. Negative if the
+    last window ends before the data does.
+    """
+    return (-(-size // stride) - 1) * stride + window - size
 
 
 def add_bias(bb: Builder, value: relax.Expr, bias: relax.Expr | None) -> relax.Expr:

@@ -5,28 +5,63 @@ Each function is a `Convert`, as `conversion` says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tvm import relax
 
 from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
-from relayquant.formats.readers.onnx.convolutions import resolve_auto_pad
+from relayquant.formats.readers.onnx.convolutions import (
+    measure_same_pads,
+    read_auto_pad,
+    resolve_auto_pad,
+)
 from relayquant.formats.readers.onnx.sizes import known_shape
 from relayquant.formats.readers.pooling import Windows, emit_pool, emit_window_sum
+from relayquant.formats.readers.refusal import Refusal
 
 
 def read_windows(data: relax.Expr, attrs: Mapping[str, Any]) -> Windows:
-    """Read the windows of a pool over this data."""
-    kernel = list(attrs["kernel_shape"])
-    pads = resolve_auto_pad(attrs, known_shape(data, "input")[2:], kernel)
-    return Windows(
+    """Read the windows of a pool over this data.
+
+    Raises:
+        Refusal: auto_pad cannot be resolved, or would crop (see `check_same_pads`).
+    """
+    kernel, sizes = list(attrs["kernel_shape"]), known_shape(data, "input")[2:]
+    pads = resolve_auto_pad(attrs, sizes, kernel)
+    windows = Windows(
         kernel,
         list(attrs.get("strides") or [1] * len(kernel)),
         list(attrs.get("dilations") or [1] * len(kernel)),
         pads or list(attrs.get("pads") or [0] * 2 * len(kernel)),
         bool(attrs.get("ceil_mode", 0)),
     )
+    check_same_pads(windows, sizes, attrs)
+    return windows
+
+
+def check_same_pads(windows: Windows, sizes: Sequence[int | str], attrs: Mapping[str, Any]) -> None:
+    """Refuse SAME_* padding of a pool whose sum is so negative that the first window would begin
+    inside the data.
+
+    ONNX's formula for pools gives such sums for a kernel far smaller than the stride. Its text and
+    TensorFlow never crop, ONNX Runtime crops for some operators and versions and refuses for
+    others, and onnx's evaluator fails.
+    """
+    mode = read_auto_pad(attrs)
+    if not mode.startswith("SAME"):
+        return
+    for size, extent, stride in zip(sizes, windows.extents, windows.strides, strict=True):
+        if isinstance(size, str):
+            continue
+        if measure_same_pads(size, extent, stride) + (mode == "SAME_LOWER") <= -2:
+            raise Refusal(
+                f"its auto_pad is {mode} with kernel_shape {list(windows.kernel)} and strides "
+                f"{list(windows.strides)} over data of {list(sizes)}: tools differ in where the "
+                "first window begins; supported: kernels that are not so much smaller than strides",
+                f"Write pads={[0] * len(windows.pads)} in place of auto_pad if windows begin at "
+                "the first element",
+            )
 
 
 def convert_average_pool(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
