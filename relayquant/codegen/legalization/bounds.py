@@ -15,7 +15,7 @@ from tvm import relax, te, tirx, topi
 from tvm.ir import Call
 
 from relayquant.codegen.legalization.logical_and_bitwise import legalize_as_tvm, legalize_of_truths
-from relayquant.ir.rewrite.expressions import read_scalar
+from relayquant.ir.rewrite.expressions import read_number, same_type
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 
 #: Types of which LLVM can ask whether a number is NaN.
@@ -60,7 +60,7 @@ def legalize_clip(builder: relax.BlockBuilder, call: Call) -> Any:
 
 def read_limit(bound: Any, dtype: str) -> float | None:
     """Return a bound of a clip, infinite if it is beyond a dtype. None: no number, or NaN."""
-    number = read_scalar(bound)
+    number = read_number(bound)
     if number is None or math.isnan(number):
         return None
     most = float(tirx.max_value(dtype).value)
@@ -78,9 +78,11 @@ def legalize_extreme(builder: relax.BlockBuilder, call: Call) -> Any:
     choose: Any = topi.maximum if name == "maximum" else topi.minimum
     array = constant_value(right)
     if array is not None and not np.isnan(array.astype("float64")).any():
-        bound = tirx.const(array.item(), dtype) if array.shape == () else right
+        is_number = array.size == 1 and (array.ndim == 0 or same_type(call, left))
+        bound = tirx.const(array.item(), dtype) if is_number else right
         return builder.call_te(choose, bound, left, primfunc_name_hint=name)
-    if dtype not in COMPARED or any(read_scalar(each) is not None for each in call.args):
+    arrays = [constant_value(each) for each in call.args]
+    if dtype not in COMPARED or any(each is not None and each.ndim == 0 for each in arrays):
         return legalize_as_tvm(builder, call)
 
     def compute(a: Any, b: Any) -> Any:

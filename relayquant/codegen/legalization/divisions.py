@@ -14,7 +14,7 @@ from tvm import relax, tirx, topi
 from tvm.ir import Call
 
 from relayquant.codegen.legalization.logical_and_bitwise import legalize_as_tvm, legalize_of_truths
-from relayquant.ir.rewrite.expressions import read_scalar
+from relayquant.ir.rewrite.expressions import read_number
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 
 
@@ -59,7 +59,7 @@ def legalize_product(builder: relax.BlockBuilder, call: Call) -> Any:
 
 def is_zero(operand: relax.Expr) -> bool:
     """Whether an operand is the number 0 of a float type, which TVM writes into its loop nest."""
-    return "float" in tensor_dtype(operand) and read_scalar(operand) == 0
+    return "float" in tensor_dtype(operand) and read_number(operand) == 0
 
 
 def is_harmless(divisor: np.ndarray[Any, Any] | None) -> bool:

@@ -12,10 +12,10 @@ from relayquant.codegen.lowering.engine import BlockView
 from relayquant.ir.rewrite.expressions import (
     is_float32,
     op_name,
+    read_number,
     same_extents,
     shape_of,
 )
-from relayquant.ir.rewrite.graph import constant_value
 
 #: Operator -> operation of a curve.
 CURVE_OPERATIONS = {
@@ -77,9 +77,3 @@ def is_inside(block: BlockView, var: relax.Var, numbers: dict[relax.Var, int]) -
     """Whether only the values in `numbers` read `var`."""
     inside = sum(user in numbers for user in block.users_of(var))
     return inside == block.graph.count_uses(var)
-
-
-def read_number(expr: relax.Expr) -> float | None:
-    """Read a constant with one element."""
-    value = constant_value(expr)
-    return float(value.item()) if value is not None and value.size == 1 else None

@@ -76,12 +76,6 @@ def call_built(
     return Lowered(vars_, Kernel.of(func), tuple(operands))
 
 
-def scalar(expr: relax.Expr) -> float | None:
-    """Return the value of a constant with one element, else None."""
-    value = constant_value(expr)
-    return value.reshape(-1)[0].item() if value is not None and value.size == 1 else None
-
-
 def vector(expr: relax.Expr, size: int) -> np.ndarray | None:
     """Return a constant with one or `size` elements as `size` elements."""
     value = constant_value(expr)

@@ -28,7 +28,7 @@ from relayquant.codegen.lowering.grouped import read_leading
 from relayquant.ir.rewrite.expressions import (
     is_float32,
     op_name,
-    read_scalar,
+    read_number,
     same_extents,
     same_type,
     shape_of,
@@ -273,8 +273,7 @@ def read_added(call: Call) -> float | None:
     """Read the scalar constant that a sum adds to its other operand."""
     for arg in call.args:
         if isinstance(arg, GenericConst) and str(arg.ty.dtype) == "float32":
-            values = arg.value.numpy()
-            return float(values.reshape(())) if values.size == 1 else None
+            return read_number(arg)
     return None
 
 
@@ -285,7 +284,7 @@ def read_square(block: BlockView, var: relax.Expr) -> relax.Expr | None:
         return None
     if op_name(call) == "relax.multiply" and call.args[0].same_as(call.args[1]):
         return call.args[0]
-    if op_name(call) == "relax.power" and read_scalar(call.args[1]) == 2:
+    if op_name(call) == "relax.power" and read_number(call.args[1]) == 2:
         return call.args[0]
     return None
 

@@ -15,7 +15,7 @@ from tvm.ir import Call, IRModule, Op, Type
 from relayquant.codegen.lowering.floating import read_conv2d_transpose
 from relayquant.codegen.rewrites.transposed_blocks import makes_blocks
 from relayquant.ir.rewrite.casts import CALL_PACKED, hide_cast, show_cast
-from relayquant.ir.rewrite.expressions import is_float32, op_name, read_scalar
+from relayquant.ir.rewrite.expressions import is_float32, op_name, read_number
 from relayquant.ir.rewrite.function import map_functions
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.ir.rewrite.rule import Skip
@@ -159,7 +159,7 @@ def split_clip(binding: relax.Binding) -> Sequence[relax.Binding]:
     call = binding.value
     if op_name(call) != "relax.clip" or not is_float32(binding.var):
         return [binding]
-    low, high = (read_scalar(arg) for arg in call.args[1:3])
+    low, high = (read_number(arg) for arg in call.args[1:3])
     if low is None or high is None:
         return [binding]
     name = f"{binding.var.name}_low"

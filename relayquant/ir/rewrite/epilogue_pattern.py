@@ -16,7 +16,7 @@ from tvm.ir import Call, GenericConst
 
 from relayquant.ir.rewrite.expressions import (
     op_name,
-    read_scalar,
+    read_number,
     same_extents,
     same_type,
     shape_of,
@@ -153,7 +153,7 @@ def take_relu(chain: ChainT, call: Call) -> ChainT | Skip:
 
 def take_clip(chain: ChainT, call: Call) -> ChainT | Skip:
     """Take clip(product, low, high)."""
-    low, high = (read_scalar(arg) for arg in call.args[1:3])
+    low, high = (read_number(arg) for arg in call.args[1:3])
     if chain.is_bounded:
         return Skip("the result is bounded already")
     if low is None or high is None:
@@ -163,7 +163,7 @@ def take_clip(chain: ChainT, call: Call) -> ChainT | Skip:
 
 def take_maximum(chain: EpilogueChain, call: Call) -> EpilogueChain | Skip:
     """Take maximum(product, low)."""
-    low = read_scalar(call.args[1])
+    low = read_number(call.args[1])
     if chain.is_bounded:
         return Skip("the result is bounded already")
     return Skip("the bound is not a number") if low is None else replace(chain, low=low)
@@ -171,7 +171,7 @@ def take_maximum(chain: EpilogueChain, call: Call) -> EpilogueChain | Skip:
 
 def take_minimum(chain: EpilogueChain, call: Call) -> EpilogueChain | Skip:
     """Take minimum(product, high), also behind a maximum."""
-    high = read_scalar(call.args[1])
+    high = read_number(call.args[1])
     if chain.high is not None:
         return Skip("the result is bounded already")
     return Skip("the bound is not a number") if high is None else replace(chain, high=high)

@@ -12,8 +12,10 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import relax, tirx
-from tvm.ir import Call, GenericConst, Op
+from tvm.ir import Call, Op
 from tvm.sym import Analyzer
+
+from relayquant.ir.rewrite.graph import constant_value
 
 #: Upper bound of every size. Sizes are at least 0.
 LARGEST = 2**48
@@ -159,19 +161,12 @@ def is_alike(old: relax.Expr, new: relax.Expr) -> bool:
     return new.ty.same_as(old.ty) or tvm_ffi.structural_equal(new.ty, old.ty)
 
 
-def read_scalar(expr: Any) -> float | None:
-    """Return the number of a scalar argument."""
-    if isinstance(expr, GenericConst) and expr.value.numpy().ndim:
-        return None
-    return read_number(expr)
-
-
 def read_number(expr: Any) -> float | None:
     """Return the number of a scalar, or of a constant with one element: many exporters write
-    numbers so. Its axes may add some to the result of an operator: see `same_type`.
+    numbers so. Its axes may give the result of an operator more axes: see `same_type`.
     """
-    if isinstance(expr, GenericConst):
-        array = expr.value.numpy()
+    array = constant_value(expr)
+    if array is not None:
         return float(array.item()) if array.size == 1 else None
     if isinstance(expr, tirx.IntImm | tirx.FloatImm):
         return float(expr.value)

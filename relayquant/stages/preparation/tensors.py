@@ -7,6 +7,7 @@ from tvm import relax
 
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.ir.rewrite.editor import Editor
+from relayquant.ir.rewrite.expressions import read_number
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 FLOATS = ("float16", "float32", "float64")
@@ -34,11 +35,10 @@ def scalar_value(expr: relax.Expr, like: relax.Expr) -> float | None:
     """Return the number in a constant of one element, if it broadcasts to `like` without
     changing its shape.
     """
-    array = constant_value(expr)
-    shape = tensor_shape(like)
-    if array is None or array.size != 1 or shape is None or array.ndim > len(shape):
+    array, shape = constant_value(expr), tensor_shape(like)
+    if array is None or shape is None or array.ndim > len(shape):
         return None
-    return float(array.item())
+    return read_number(expr)
 
 
 def channel_values(expr: relax.Expr, ndim: int, axis: int, channels: int) -> np.ndarray | None:

@@ -62,7 +62,6 @@ from relayquant.codegen.lowering.kernel_call import (
     is_byte,
     is_default_arithmetic,
     multiplier,
-    scalar,
     split_batch,
 )
 from relayquant.ir.dialect import OPERATORS
@@ -70,6 +69,7 @@ from relayquant.ir.dialect.accumulator_range import choose_product_dtype
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.ir.rewrite import Graph, Skip
 from relayquant.ir.rewrite.conv_view import ConvView
+from relayquant.ir.rewrite.expressions import read_number
 from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import decline, make_rule
 
@@ -86,7 +86,7 @@ IMAGE_CHANNELS = 4
 
 def scalars(*exprs: relax.Expr) -> list[float] | None:
     """Read the values of constants with one element each. None if any is not such a constant."""
-    values = [scalar(expr) for expr in exprs]
+    values = [read_number(expr) for expr in exprs]
     return None if None in values else values  # pyright: ignore[reportReturnType]
 
 
@@ -152,7 +152,7 @@ def lower_softmax(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     call, factor, vars_ = context.call(var), None, (var,)
     data = call.args[0]
     if context.graph.op_name(var) == "relax.multiply":
-        soft, factor = context.next(var, "relax.nn.softmax"), scalar(call.args[1])
+        soft, factor = context.next(var, "relax.nn.softmax"), read_number(call.args[1])
         if soft is None or factor is None or not 0 < factor < np.inf:
             return Skip("not a positive number that multiplies the input of one softmax")
         if tensor_shape(data) != tensor_shape(var):

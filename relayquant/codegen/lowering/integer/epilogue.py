@@ -24,11 +24,11 @@ from relayquant.codegen.lowering.kernel_call import (
     is_activation,
     is_default_arithmetic,
     multiplier,
-    scalar,
     vector,
 )
 from relayquant.ir.rewrite import Skip
 from relayquant.ir.rewrite.epilogue_pattern import EpilogueChain, Take, follow_epilogue, take_clip
+from relayquant.ir.rewrite.expressions import read_number
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 SUMS = Epilogue(Store.ACCUMULATOR, "int32")
@@ -104,7 +104,7 @@ def take_requantize(chain: IntegerEpilogueChain, call: Call) -> IntegerEpilogueC
     scale = read_scale(chain, call.args[1], call.args[2], int(call.attrs.axis))
     if isinstance(scale, Skip):
         return scale
-    out_scale, out_zero = map(scalar, call.args[3:5])
+    out_scale, out_zero = map(read_number, call.args[3:5])
     dtype = str(call.attrs.out_dtype)
     if out_scale is None or out_zero is None or not is_default_arithmetic(call):
         return Skip("the result has several scales, or the arithmetic is not the default")
@@ -137,7 +137,7 @@ def take_residual(chain: IntegerEpilogueChain, call: Call) -> IntegerEpilogueCha
     scale = read_scale(chain, lhs_scale, lhs_zero, int(call.attrs.lhs_axis))
     if isinstance(scale, Skip):
         return scale
-    numbers = [scalar(expr) for expr in (rhs_scale, rhs_zero, out_scale, out_zero)]
+    numbers = [read_number(expr) for expr in (rhs_scale, rhs_zero, out_scale, out_zero)]
     dtype = tensor_dtype(call)
     if None in numbers or not is_activation(call):
         return Skip(

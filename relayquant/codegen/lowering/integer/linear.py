@@ -42,12 +42,12 @@ from relayquant.codegen.lowering.kernel_call import (
     find_known,
     is_activation,
     is_byte,
-    scalar,
     split_batch,
     split_rows,
 )
 from relayquant.ir.rewrite import Skip
 from relayquant.ir.rewrite.conv_view import ConvView
+from relayquant.ir.rewrite.expressions import read_number
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import make_rule
 
@@ -91,7 +91,7 @@ def read_linear(
         if layout not in layouts:
             return Skip(f"layout {'/'.join(layout)}")
     weight, kernel_zero = constant_value(call.args[1]), constant_value(call.args[3])
-    zero_point, shape = scalar(call.args[2]), split(call.args[0])
+    zero_point, shape = read_number(call.args[2]), split(call.args[0])
     if weight is None or weight.dtype != np.int8:
         return Skip("the weight is not an int8 constant")
     if zero_point is None or kernel_zero is None or kernel_zero.any():
@@ -321,7 +321,7 @@ def lower_batch_matmul(context: KernelContext, var: relax.Var) -> Lowered | Skip
     """
     call = context.call(var)
     shapes = [tensor_shape(call.args[i]) for i in (0, 1)]
-    zeros = [scalar(arg) for arg in call.args[2:4]]
+    zeros = [read_number(arg) for arg in call.args[2:4]]
     if None in shapes or None in zeros:
         return Skip("a shape is unknown, or a zero point not constant")
     if not (is_byte(call.args[0]) and is_byte(call.args[1])):
