@@ -6,6 +6,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.ir.reference.folding import compute_constant
+from relayquant.ir.reference.single_call import get_tensor_dtype
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_dtype
 from relayquant.ir.rewrite.rule import Skip, decline
@@ -16,14 +17,19 @@ KEPT = ("relax.qnn.", "relax.quantize", "relax.dequantize", "relax.call_")
 
 
 def fold_constants(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """f(constants) -> constant. `quantize`, `dequantize` and `qnn` operators are never folded."""
+    """f(constants) -> constant, or the tuple of its constants. `quantize`, `dequantize` and `qnn`
+    operators are never folded.
+    """
     if editor.op_name(var).startswith(KEPT):
         return decline("an operator that is never folded")
     result = compute_constant(editor.call_of(var))
     if isinstance(result, str):
         return decline(result)
     if isinstance(result, tuple):
-        return decline("the result is a tuple, which compilation folds")
+        types = var.ty.fields
+        return relax.Tuple(
+            [make_const(each, get_tensor_dtype(ty)) for each, ty in zip(result, types, strict=True)]
+        )
     return make_const(result, tensor_dtype(var))
 
 

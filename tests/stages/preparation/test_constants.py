@@ -49,14 +49,59 @@ def test_constant_chain__folded(check_prepared):
     check_prepared(before, expected)
 
 
-def test_split__of_a_constant_is_left_to_compilation():
+def test_split__of_a_constant_is_folded(check_prepared):
+    whole = relax.const(np.float32([[1, 2], [3, 4]]))
+    second = relax.const(np.float32([[2], [4]]))
+
+    @as_main
+    def before(x: R.Tensor((2, 1), "float32")):
+        parts = R.split(whole, 2, 1)
+        return R.multiply(x, parts[1])
+
+    @as_main
+    def expected(x: R.Tensor((2, 1), "float32")):
+        return R.multiply(x, second)
+
+    check_prepared(before, expected)
+
+
+def test_constant_tuple__is_an_output(check_same_numbers):
+    """Nothing may be lost where the tuple itself is returned."""
+
     def body(emit, x):
         parts = emit("parts", R.split(relax.const(np.float32([[1, 2], [3, 4]])), 2, 1))
-        return emit("y", R.add(x, emit("part", relax.TupleGetItem(parts, 1))))
+        return emit("y", relax.Tuple([emit("part", relax.TupleGetItem(parts, 1)), x]))
 
-    mod, x = build_model(body, (2, 1)), np.ones((2, 1), "float32")
-    prepared = prepare_module(mod)
-    np.testing.assert_array_equal(rq.reference.run(prepared, [x])[0], [[3], [5]])
+    check_same_numbers(build_model(body, (2, 1)), np.ones((2, 1), "float32"))
+
+
+def test_standardized_weight__is_quantized():
+    """NFNets export a weight as a batch norm in training, over a constant: PyTorch's numbers."""
+    torch = pytest.importorskip("torch")
+    weight = RNG.standard_normal((8, 3, 3, 3)).astype("float32")
+    gain = RNG.uniform(0.5, 2, 8).astype("float32")
+
+    def body(emit, x):
+        flat = relax.const(weight.reshape(1, 8, 27))
+        zeros, ones = (relax.const(value(8, "float32")) for value in (np.zeros, np.ones))
+        norm = R.nn.batch_norm(
+            flat, relax.const(gain), zeros, zeros, ones, axis=1, epsilon=1e-6, training=True
+        )
+        standard = emit("standard", relax.TupleGetItem(emit("norm", norm), 0))
+        return emit("y", R.nn.conv2d(x, emit("w", R.reshape(standard, (8, 3, 3, 3)))))
+
+    mod = build_model(body, (1, 3, 16, 16))
+    x = RNG.standard_normal((1, 3, 16, 16)).astype("float32")
+    norm = torch.nn.functional.batch_norm(
+        torch.tensor(weight.reshape(1, 8, 27)), None, None, torch.tensor(gain), None, True, 0, 1e-6
+    )
+    expected = torch.nn.functional.conv2d(torch.tensor(x), norm.reshape(8, 3, 3, 3)).numpy()
+    (result,) = rq.reference.run(prepare_module(mod), [x])
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
+    qmod = rq.quantize(mod, None, [{"x": x}] * 4, effort="fast")
+    rows = rq.ledger(qmod).to_dict()["operators"]
+    assert [row["op"] for row in rows if row["quantized"]] == ["nn.conv2d"]
+    assert all(row["quantized"] for row in rows)
 
 
 def test_arange__folded(check_prepared):
