@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from relayquant.base.storage.files import writing
+from relayquant.base.storage.lock import hold_beside
 from relayquant.stages.calibration.checkpoint import remove_checkpoint
 
 #: options that do not change the computed values, so that work can resume with other ones
@@ -60,9 +61,13 @@ class ResumeState:
         return {"search_state" if self.is_search else "checkpoint": self.path}
 
     def remove(self) -> None:
-        """Remove files that are not needed any more. A finished calibration has removed its own."""
+        """Remove files that are not needed any more, unless another process works with them. A
+        finished calibration has removed its own.
+        """
         if self.is_search:
-            self.path.unlink(missing_ok=True)
+            with hold_beside(self.path) as is_free:
+                if is_free:
+                    self.path.unlink(missing_ok=True)
             if not self.is_own and not any(self.path.parent.iterdir()):
                 self.path.parent.rmdir()
         elif self.path.is_dir():

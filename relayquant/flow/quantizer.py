@@ -17,6 +17,7 @@ from relayquant.base.arguments import check_arguments
 from relayquant.base.events import Callback, SummaryEvent
 from relayquant.base.garbage import spare_older_objects
 from relayquant.base.qtypes import QParams
+from relayquant.base.storage.lock import reserve_file
 from relayquant.config import (
     BackendConfig,
     Effort,
@@ -122,7 +123,8 @@ def quantize(
             `dataset`. Samples that calibration did not read say more about other data.
         search_state: A JSON file that is written after every measurement: the measurements, and the
             best mapping so far. If the file exists, the search continues from it, provided that
-            model, settings, data and the float model's metric are the same.
+            model, settings, data and the float model's metric are the same. One search at a time
+            uses it.
         only_if_faster: Time the kernels of both models on this machine, on the first batch, and
             keep operators in float that are faster in float. This is done only if the whole model
             gets faster. With a metric, it must also stay within the bound or get no worse. The
@@ -174,7 +176,8 @@ def quantize_within(
     """Return the module with the fewest reverted operators whose metric is within its bound.
     Warn if there is none.
     """
-    found = search_module(mod, params, dataset, metric, settings)
+    with reserve_file(settings.search_state, "search_state", "search"):
+        found = search_module(mod, params, dataset, metric, settings)
     if not found.is_met:
         remedy = "Pass a larger max_drop=; there is nothing left to revert."
         if settings.budget is not None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from relayquant import cli
+from relayquant.base.storage.lock import reserve_file
 from relayquant.cli.output import ExitCode
 from relayquant.cli.resume import ResumeState
 from relayquant.demo import load_digits
@@ -144,6 +145,19 @@ def test_quantize__what_another_process_works_in_stays(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), state.keep(), open_checkpoint(path, {"model": "a"}):
         1 // 0  # noqa: B018
     assert not path.exists()
+
+
+def test_quantize__the_search_of_another_process_stays(tmp_path: Path) -> None:
+    path = tmp_path / "q.rqm.search-1"
+    state = ResumeState(path, is_search=True, is_own=True)
+    with reserve_file(path, "search_state", "search"):
+        path.write_text("{}")
+        second = reserve_file(path, "search_state", "search")
+        with pytest.raises(ConfigError, match="in use by another"), state.keep(), second:
+            pass
+        assert path.read_text() == "{}"
+    state.remove()
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ plan and the settings. One digest per batch ties it to the data.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import shutil
@@ -39,6 +38,7 @@ from relayquant.base.storage.files import (
     write_text,
     writing,
 )
+from relayquant.base.storage.lock import hold_lock
 from relayquant.base.version import __version__
 from relayquant.codegen.kernels.isa.target import name_host
 from relayquant.errors import ConfigError, DataError, format_count
@@ -221,7 +221,7 @@ def open_checkpoint(
                     "folder, a new name, or a checkpoint.",
                     code="RQ101",
                 )
-            if not stack.enter_context(holding(path)):
+            if not stack.enter_context(hold_lock(path / LOCK)):
                 raise ConfigError(
                     f"checkpoint={str(path)!r} is in use by another process; use a "
                     f"separate folder for each {work}.",
@@ -238,21 +238,9 @@ def open_checkpoint(
             workspace.remove()
 
 
-@contextmanager
-def holding(path: Path) -> Iterator[bool]:
-    """Lock a checkpoint for the `with` block. Gives whether no other process had locked it."""
-    with open(path / LOCK, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_free = True
-        except BlockingIOError:
-            is_free = False
-        yield is_free
-
-
 def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint, unless another process works in it."""
-    with holding(path) as is_free:
+    with hold_lock(path / LOCK) as is_free:
         if is_free:
             Workspace(path).remove()
 

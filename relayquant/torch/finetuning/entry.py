@@ -17,7 +17,7 @@ import tvm
 from relayquant.analysis.sensitivity import Metric
 from relayquant.base.arguments import check_arguments, takes_arguments
 from relayquant.base.events import Callback
-from relayquant.base.storage.files import check_writable
+from relayquant.base.storage.lock import reserve_file
 from relayquant.config import BackendConfig, Effort, QConfigMapping, Ranges
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
@@ -119,23 +119,34 @@ def finetune(
     Raises:
         MissingDependencyError: PyTorch is not installed.
         ModelError: operators have no torch form; all of them are listed.
-        ConfigError: a setting is wrong, or the checkpoint belongs to another training.
+        ConfigError: a setting is wrong, or the checkpoint belongs to another training, or another
+            training writes it now.
         DataError: the data does not fit the model, or differs from the checkpoint's data.
     """
     settings = FinetuneSettings.read_call(locals())
     if not isinstance(mod, PreparedModel):
         mod, params = split_model(mod, params)
     import_trainable()
-    from relayquant.torch.finetuning.loop import train
-
     if loss is not None and not (takes_arguments(loss, 2) or takes_arguments(loss, 3)):
         raise ConfigError(
             "finetune: loss cannot be called with (outputs, expected) or (outputs, expected, "
             "item).",
             code="RQ106",
         )
-    if settings.checkpoint is not None:
-        check_writable(Path(settings.checkpoint))
+    with reserve_file(settings.checkpoint, "checkpoint", "training"):
+        return run_training(mod, params, dataset, loss, settings)
+
+
+def run_training(
+    mod: Model | PreparedModel,
+    params: Mapping[str, Any] | None,
+    dataset: Any,
+    loss: Loss | None,
+    settings: FinetuneSettings,
+) -> tvm.IRModule:
+    """Calibrate, train and lower: `finetune` with its arguments checked."""
+    from relayquant.torch.finetuning.loop import train
+
     run = settings.events.run_stage
     is_calibrated = isinstance(mod, PreparedModel)
     # For a module this comes first, so that an operator that cannot be trained is reported before

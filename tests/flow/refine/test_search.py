@@ -101,6 +101,25 @@ def test_search__puts_back_what_is_broken(digits, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+def test_search_state__one_search_at_a_time(digits, tmp_path):
+    mod, params, data = digits
+    path = tmp_path / "search.json"
+
+    def quantize(**options):
+        options |= {"metric": relative_error, "max_drop": 0.1, "search_state": path}
+        rq.quantize(mod, params, data, effort="fast", **options)
+
+    class Second(rq.Callback):
+        def on_stage_start(self, event):
+            if path.exists():
+                quantize()
+
+    with pytest.raises(rq.ConfigError, match="in use by another search; use a separate file"):
+        quantize(callbacks=Second())
+    quantize()
+    assert {each.name for each in tmp_path.iterdir()} == {"search.json"}
+
+
 def test_search_state__goes_on_where_it_stopped(tmp_path):
     path = tmp_path / "search.json"
     state = SearchState.open(path, "this")

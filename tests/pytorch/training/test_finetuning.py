@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
+import subprocess
+import sys
+import time
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -132,6 +137,56 @@ def test_checkpoint__same_bits_after_resuming(tmp_path):
     path.write_bytes(kept[: len(kept) // 2])
     with pytest.raises(DataError, match="no checkpoint of a training, or is damaged"):
         tune(path)
+
+
+#: the arguments of `tune` in another process, which stays in its first evaluation
+OTHER = """
+import sys, time
+from pathlib import Path
+import test_finetuning
+import relayquant as rq
+
+class Stay(rq.Callback):
+    def on_training(self, event):
+        Path(sys.argv[2]).touch()
+        time.sleep(600)
+
+test_finetuning.tune(sys.argv[1], Stay())
+"""
+
+
+@pytest.mark.slow
+def test_checkpoint__of_another_process(tmp_path):
+    """Refused while it runs; a process that was killed leaves no lock."""
+    path, sign = tmp_path / "training", tmp_path / "running"
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    words = [sys.executable, "-c", OTHER, str(path), str(sign)]
+    other = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": paths})
+    try:
+        while not sign.exists():
+            assert other.poll() is None
+            time.sleep(0.1)
+        with pytest.raises(ConfigError, match="in use by another training; use a separate file"):
+            tune(path)
+    finally:
+        other.kill()
+        other.wait()
+    tune(path)
+    assert {each.name for each in tmp_path.iterdir()} == {"running"}
+
+
+def test_checkpoint__one_training_at_a_time(tmp_path):
+    path, link = tmp_path / "training", tmp_path / "link"
+    link.symlink_to(path)
+
+    class Second(rq.Callback):
+        def on_training(self, event):
+            tune(link)
+
+    with pytest.raises(ConfigError, match="in use by another training"):
+        tune(path, Second())
+    tune(path)
+    assert {each.name for each in tmp_path.iterdir()} == {"link"}
 
 
 def test_validation__never_worse_and_patience_ends():
