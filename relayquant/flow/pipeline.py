@@ -114,7 +114,7 @@ def quantize_model(
     prepared = prepare_model(mod, params, shown, settings.qconfig_mapping, backend, settings)
     review_prepared(prepared, settings.strict)
     watched, sample = start_watching(prepared, dataset, settings)
-    calibrated = calibrate_model(prepared, watched, settings.calibrating)
+    calibrated = warn_few(calibrate_model(prepared, watched, settings.calibrating))
     if sample is None:
         return run("lower", lower_module, run("convert", convert_model, calibrated), backend)
 
@@ -125,7 +125,6 @@ def quantize_model(
 
     made = finish_model(calibrated, dataset, settings, sample)
     below = EFFORTS[settings.level].below
-    warn_few(sample)
     return keep_nearer(made, sample, settings, below, build_level).tell_user()
 
 
@@ -230,7 +229,7 @@ def search_module(
     prepared = prepare_model(mod, params, dataset, settings.qconfig_mapping, backend, settings)
     review_prepared(prepared, settings.strict)
     basis = open_search(prepared, dataset, settings, start)
-    calibrated = calibrate_model(prepared, dataset, settings.calibrating)
+    calibrated = warn_few(calibrate_model(prepared, dataset, settings.calibrating))
     search = start_search(calibrated, basis, metric, settings)
 
     def build(choice: Choice) -> tuple[PreparedModel, tvm.IRModule]:

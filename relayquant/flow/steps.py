@@ -23,6 +23,7 @@ from relayquant.flow.pipeline import (
     lower_prepared,
     prepare_model,
 )
+from relayquant.flow.refine.kept_samples import warn_few
 from relayquant.flow.refine.prepared_edit import review_prepared
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings
 from relayquant.ir.rewrite.bind import Model, bind_model, split_model
@@ -124,7 +125,7 @@ def calibrate(
         WorkerError: workers died, hang, or failed repeatedly; names the batches.
     """
     settings = CalibrateSettings.read_call(locals())
-    return calibrate_model(prepared, open_streams(prepared.mod, None, dataset), settings)
+    return warn_few(calibrate_model(prepared, open_streams(prepared.mod, None, dataset), settings))
 
 
 @check_arguments

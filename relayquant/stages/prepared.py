@@ -147,12 +147,14 @@ class TunedBatches:
     follows the float model better than on others.
 
     Attributes:
+        samples: Number of samples in all batches. 0 if calibration read no data.
         judged: Indices in the dataset of the batches by which ranges were chosen.
         fitted: Indices of the batches to which weights and biases were fitted.
     """
 
     judged: tuple[int, ...] = ()
     fitted: tuple[int, ...] = ()
+    samples: int = 0
 
 
 @dataclass(frozen=True, eq=False)

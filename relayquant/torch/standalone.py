@@ -22,6 +22,7 @@ from relayquant.config.mapping import Selector
 from relayquant.data import InputInfo, open_dataset
 from relayquant.errors import ConfigError, ModelError
 from relayquant.flow.pipeline import calibrate_model, convert_model, prepare_model
+from relayquant.flow.refine.kept_samples import warn_few
 from relayquant.flow.refine.prepared_edit import review_prepared
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings
 from relayquant.ir.dialect.qnn.quantization import QUANTIZE
@@ -235,7 +236,7 @@ def prepare_unit(
     data = None if is_live else arrays
     prepared = prepare_model(mod, params, data, chosen, backend, asked)
     review_prepared(prepared, strict=False)
-    prepared = calibrate_model(prepared, arrays, CalibrateSettings())
+    prepared = warn_few(calibrate_model(prepared, arrays, CalibrateSettings()))
     forms = find_forms(custom, calls[0])
     return Unit(mod, params, prepared, opened, parts, forms, path, batches[0])
 

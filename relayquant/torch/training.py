@@ -7,7 +7,8 @@ lowers, comes after it. PyTorch is an extra and is imported when a function here
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from relayquant.errors import (
     warn_user,
 )
 from relayquant.flow.pipeline import calibrate_model, prepare_model
+from relayquant.flow.refine.kept_samples import warn_few
 from relayquant.flow.refine.prepared_edit import review_prepared
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings
 from relayquant.ir.rewrite import Skip
@@ -146,7 +148,8 @@ def prepare_qat(
             )
             data = [inputs] if is_waiting else calibration_dataset
             batches = read_batches(module, inputs, data, frees_batch=True)
-            unit = prepare_unit(module, config, batches, qconfig_mapping, settings, finish)
+            with ignoring_examples(is_waiting):
+                unit = prepare_unit(module, config, batches, qconfig_mapping, settings, finish)
             return check_interface(finish(unit))
         mapping = qconfig_mapping or default_mapping(backend, effort)
         qconfig_mapping = config.extend_mapping(mapping, module)
@@ -159,9 +162,7 @@ def prepare_qat(
         check_state(module, inputs, example_kwargs)
         read = import_trainable().CallForm.read
         form = read(program, inputs, example_kwargs, is_free=dynamic_shapes is not None)
-        with warnings.catch_warnings():
-            if is_waiting:  # ranges of the examples have no meaning
-                warnings.simplefilter("ignore", DataWarning)
+        with ignoring_examples(is_waiting):
             prepared = calibrate_graph(
                 mod,
                 params,
@@ -190,6 +191,15 @@ def prepare_qat(
         except ModelError:
             pass  # it depends on the number of samples, or its operators do
     return prepare(dynamic_shapes)
+
+
+@contextmanager
+def ignoring_examples(is_waiting: bool) -> Iterator[None]:
+    """Without calibration data, do not warn of the example inputs: their ranges have no meaning."""
+    with warnings.catch_warnings():
+        if is_waiting:
+            warnings.simplefilter("ignore", DataWarning)
+        yield
 
 
 def list_examples(inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> list[Any]:
@@ -277,7 +287,7 @@ def calibrate_graph(
     data = None if is_plain else calibration_dataset
     prepared = prepare_model(mod, params, data, mapping, resolve_backend(backend), settings)
     review_prepared(prepared, strict=False)
-    return calibrate_model(prepared, calibration_dataset, CalibrateSettings())
+    return warn_few(calibrate_model(prepared, calibration_dataset, CalibrateSettings()))
 
 
 def check_interface(trained: TrainableModule) -> TrainableModule:

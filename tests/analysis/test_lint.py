@@ -72,16 +72,63 @@ def test_lint__one_sample_without_an_axis_for_more():
     assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
 
 
+def quantize_small(mod, data):
+    rq.quantize(mod, None, data, effort="fast", guard="off")
+
+
+def quantize_small_checked(mod, data):
+    rq.quantize(mod, None, data)
+
+
+def search_small(mod, data):
+    rq.quantize(mod, None, data, effort="fast", metric=lambda a, b: 1.0, max_drop=0.1)
+
+
+def calibrate_small(mod, data):
+    rq.calibrate(rq.prepare(mod, effort="fast"), data)
+
+
+def train_small(mod, data):
+    pytest.importorskip("torch", reason="pip install torch")
+    rq.torch.from_relax(mod, None, calibration_dataset=data, effort="fast")
+
+
+def prepare_small(mod, data):
+    torch = pytest.importorskip("torch", reason="pip install torch")
+    example = (torch.zeros(1, 8),)
+    arrays = [batch["x"] for batch in data]
+    rq.torch.prepare_qat(torch.nn.Linear(8, 4), example, calibration_dataset=arrays, effort="fast")
+
+
+def finetune_small(mod, data):
+    pytest.importorskip("torch", reason="pip install torch")
+    rq.torch.finetune(mod, None, data, steps=1, effort="fast", hold_back=False)
+
+
+USES = [quantize_small, quantize_small_checked, search_small, calibrate_small, train_small]
+USES += [prepare_small, finetune_small]
+
+
 @pytest.mark.parametrize(("samples", "is_warned"), [(1, True), (3, True), (4, False)])
-def test_quantize__warns_of_a_few_samples(samples, is_warned):
+@pytest.mark.parametrize("use", USES)
+def test_calibration__warns_of_a_few_samples(use, samples, is_warned):
+    """Once, whatever calibrates, however often."""
     mod = build_model(lambda e, x: e.dense("out", x, 4), (1, 8))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        rq.quantize(mod, None, draw_batches(mod, samples), effort="fast", guard="off")
+        use(mod, draw_batches(mod, samples))
     count = "1 sample" if samples == 1 else f"{samples} samples"
-    said = [str(each.message) for each in caught if each.category is rq.DataWarning]
-    assert bool(said) is is_warned
+    said = [str(each.message) for each in caught if "Calibration data" in str(each.message)]
+    assert len(said) == is_warned, said
     assert all(f"has only {count}. Ranges are" in text and "[RQ304]" in text for text in said)
+
+
+def test_prepare_qat__does_not_warn_of_examples():
+    """Without data, the first batches of training give the ranges."""
+    torch = pytest.importorskip("torch", reason="pip install torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", rq.DataWarning)
+        rq.torch.prepare_qat(torch.nn.Linear(8, 4), (torch.zeros(1, 8),))
 
 
 @pytest.mark.slow

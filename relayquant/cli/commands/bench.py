@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -315,5 +316,7 @@ def quantize_quickly(
 ) -> tvm.IRModule:
     """Return the quantized module, with weights rounded to nearest."""
     prepared = rq.prepare(mod, None, backend=backend)
-    prepared = rq.calibrate(prepared, [dict(batch) for batch in batches], fit=QUICK_FIT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", rq.DataWarning)  # only time is measured
+        prepared = rq.calibrate(prepared, [dict(batch) for batch in batches], fit=QUICK_FIT)
     return rq.lower(rq.convert_to_reference(prepared), prepared.backend)

@@ -53,16 +53,20 @@ def start_watching(
     return sample.watch(open_dataset(dataset, inputs)), sample
 
 
-def warn_few(sample: SpreadSample) -> None:
-    """Warn of data with so few samples that they say little about the range of any value."""
-    if 0 < sample.total < LEAST:
+def warn_few(calibrated: PreparedModel) -> PreparedModel:
+    """Warn if calibration read so few samples that they say little about the range of any value.
+    Return the model.
+    """
+    samples = calibrated.tuned.samples
+    if 0 < samples < LEAST:
         warn_user(
-            f"Calibration data: it has only {format_count(sample.total, 'sample')}. Ranges are "
-            "what the samples show, and real inputs beyond them are clipped: take 100 to 500 "
-            "samples like those that the model will see.",
+            f"Calibration data: it has only {format_count(samples, 'sample')}. Ranges are what "
+            "the samples show, and real inputs beyond them are clipped: take 100 to 500 samples "
+            "like those that the model will see.",
             DataWarning,
             code="RQ304",
         )
+    return calibrated
 
 
 def holds_back(settings: QuantizeSettings) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from relayquant.base.events import CallbackList, ProgressEvent
-from relayquant.data import Dataset, InputInfo
+from relayquant.data import Dataset, InputInfo, count_samples
 from relayquant.ir.plan import SharedQParams
 from relayquant.stages.calibration.checkpoint import (
     PART,
@@ -77,6 +77,7 @@ class StoredData:
         inputs: Names of the model's inputs.
         can_cut: Whether a batch may be cut to fewer samples.
         largest: The value with the largest magnitude.
+        sample_count: Number of samples in all batches.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -84,7 +85,7 @@ class StoredData:
         self.record, self.values = DataRecord(0, {}), workspace.values
         self.inputs: tuple[InputInfo, ...] = ()
         self.can_cut = False
-        self.largest = Largest()
+        self.largest, self.sample_count = Largest(), 0
 
     @property
     def count(self) -> int:
@@ -125,6 +126,7 @@ class StoredData:
                 for name, writer in writers.items():
                     offsets[name].append(writer.append(batch[name]))
                 count += 1
+                self.sample_count += count_samples(batch)
                 callbacks.on_progress(ProgressEvent("read data", count, data.length))
         if before is not None:
             check_same_data(before, digests, self.workspace.path)

@@ -186,7 +186,7 @@ def pick_parameters(
         run.constants,
         run.statistics,
         run.observers,
-        tuned=TunedBatches(run.judged, run.chosen[-1] if run.fits else ()),
+        tuned=TunedBatches(run.judged, run.chosen[-1] if run.fits else (), run.data.sample_count),
     )
 
 
