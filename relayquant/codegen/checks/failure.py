@@ -19,6 +19,7 @@ from relayquant.errors import ModelError
 from relayquant.ir.rewrite.expressions import list_bindings
 from relayquant.ir.rewrite.function import make_main
 from relayquant.ir.rewrite.graph import tensor_dtype
+from relayquant.ir.state import list_functions
 
 FIX_SIZE = (
     "Fix the symbolic dimension that it depends on: pass shapes= to load, or export a PyTorch "
@@ -59,7 +60,7 @@ def explain_failure(
                 f"compile it: {last_line(alone)}. {advice}",
                 code="RQ206",
             )
-    for func in list_functions(mod):
+    for func in list_functions(mod).values():
         for binding in list_bindings(func):
             unsized = describe_size([binding.var])
             if unsized:
@@ -98,17 +99,13 @@ def compares_sizes(size: Any) -> bool:
     return any(compares_sizes(part) for part in parts if part is not None)
 
 
-def list_functions(mod: tvm.IRModule) -> list[relax.Function]:
-    return [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
-
-
 def find_calls(mod: tvm.IRModule) -> Iterator[tuple[str, Call]]:
     """List the operator calls with the names of their values.
 
     Calls that differ only in operands are listed once.
     """
     seen: set[Any] = set()
-    for func in list_functions(mod):
+    for func in list_functions(mod).values():
         for binding in list_bindings(func):
             call = binding.value
             if not isinstance(call, Call) or not isinstance(call.op, tvm.ir.Op):
