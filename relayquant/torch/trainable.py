@@ -210,6 +210,22 @@ class TrainableModule(nn.Module):
             for name, i in self.source.program.trained
         }
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Apply what `to`, `half`, `double` and the like do to each tensor.
+
+        Raises:
+            ConfigError: it makes another dtype of float32.
+        """
+        dtype = fn(torch.zeros(1)).dtype
+        if dtype != torch.float32:
+            raise ConfigError(
+                f"A trainable module computes in float32, as the integer module does between its "
+                f"integers, got {dtype}; allowed: float(), and to(device). Leave the conversion "
+                "out, or convert the module's results.",
+                code="RQ105",
+            )
+        return super()._apply(fn, recurse)
+
     # ---- running ----
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

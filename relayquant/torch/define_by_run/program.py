@@ -75,11 +75,17 @@ def run_model(
 
     Raises:
         ModelError: the code lets PyTorch compile a part of it.
+        DataError: the code fails, and an argument is an array of another package.
     """
     try:
         with mode, torch.no_grad():
             return model(*args, **kwargs)
     except Exception as error:
+        if isinstance(error, TypeError):
+            try:
+                refuse_arrays(pytree.tree_leaves((args, dict(kwargs))))
+            except DataError as fault:
+                raise fault from error
         if not type(error).__module__.startswith("torch._dynamo"):
             raise
         raise ModelError(
@@ -116,6 +122,21 @@ class Uncopied:
     def state_dict(self) -> Any:
         """Refuse. Errors as for `__reduce__`."""
         raise self.refuse("has no state_dict")
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse another dtype or device, as of a `torch.nn.Module`.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"A {type(self).__name__} has no other dtype or device: it computes float32 and "
+            "integers on this CPU. Leave to(), half(), double(), bfloat16() and the like out, and "
+            "convert its arguments and results in place of it.",
+            code="RQ105",
+        )
+
+    half = double = bfloat16 = type = cuda = to
 
     def refuse(self, what: str) -> ConfigError:
         """Return the error for an attempt to keep the object. It says what can be kept."""

@@ -270,3 +270,16 @@ def test_convert__an_array_in_place_of_a_tensor_is_named():
     converted = rq.torch.convert(prepared)
     with pytest.raises(rq.errors.DataError, match=r"is a ndarray; allowed: a torch\.Tensor\. For"):
         converted(x.numpy())
+
+
+def test_call__an_array_in_code_that_needs_tensors_is_named(models):
+    for model in models[1:]:
+        with pytest.raises(rq.DataError, match=r"is a ndarray; allowed: a torch.Tensor.*from_num"):
+            model(draw()[0].numpy())
+
+
+@pytest.mark.parametrize("name", ["half", "double", "bfloat16", "to", "type", "cuda"])
+def test_dtype__cannot_be_changed(models, name):
+    for model in models[1:]:
+        with pytest.raises(rq.ConfigError, match=r"no other dtype or device.*Leave to\(\), half"):
+            getattr(model, name)(*([torch.float16] if name in ("to", "type") else []))

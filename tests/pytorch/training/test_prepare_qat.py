@@ -308,3 +308,26 @@ def test_prepare_qat__an_array_in_place_of_a_tensor_is_named():
     prepared = rq.torch.prepare_qat(torch.nn.Linear(3, 2), (inputs,))
     with pytest.raises(rq.DataError, match=r"is a ndarray; allowed: a torch.Tensor.*from_numpy"):
         prepared(inputs.numpy())
+
+
+CONVERSIONS = {
+    "half": lambda module: module.half(),
+    "double": lambda module: module.double(),
+    "bfloat16": lambda module: module.bfloat16(),
+    "to": lambda module: module.to(torch.float16),
+    "to by name": lambda module: module.to(dtype=torch.float64),
+    "to a tensor's": lambda module: module.to(torch.zeros(1, dtype=torch.bfloat16)),
+    "type": lambda module: module.type(torch.float16),
+    "inside another": lambda module: torch.nn.Sequential(module).half(),
+}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_prepare_qat__another_dtype_is_refused(convert):
+    prepared = rq.torch.prepare_qat(torch.nn.Linear(3, 2), (torch.zeros(2, 3),))
+    with pytest.raises(ConfigError, match=r"computes in float32.*allowed: float\(\), and to\(dev"):
+        convert(prepared)
+    kept = prepared.float().to("cpu").to(torch.float32)
+    assert kept is prepared
+    assert {each.dtype for each in prepared.parameters()} == {torch.float32}
+    assert prepared(torch.zeros(2, 3)).dtype == torch.float32
