@@ -424,6 +424,29 @@ def find_form(operator: str, source: str) -> Callable[[list[Any], Any], Any] | N
     return next(filter(None, tied), None) or TORCH_OPERATORS.get(operator)
 
 
+def follow_clamps(
+    clamps: Sequence[tuple[str, str, float, float]],
+) -> Callable[[list[Any], Any], Tensor]:
+    """Return the torch form of a clamp that stands for several. It computes them one by one: their
+    gradients at the bounds differ.
+
+    Args:
+        clamps: (operator, PyTorch's operator that it was made of, low, high), in order.
+    """
+
+    def compute(args: list[Any], attrs: Any) -> Tensor:
+        value = args[0]
+        for name, source, low, high in clamps:
+            operator = name.removeprefix("relax.")
+            bounds = {"clip": (low, high), "maximum": (low,), "minimum": (high,)}.get(operator, ())
+            if operator != "clip":
+                bounds = [torch.tensor(bound, dtype=value.dtype) for bound in bounds]
+            value = find_form(operator, source)([value, *bounds], attrs)
+        return value
+
+    return compute
+
+
 #: Operator name without "relax." -> its row, for operators in models that train.
 TRAINED_ROWS: Mapping[str, Row] = {row.name: row for row in ROWS if not row.is_reference_only}
 

@@ -27,7 +27,7 @@ from relayquant.ir.rewrite.graph import iterate_results
 from relayquant.ir.rewrite.index_limits import describe_places, find_index_limits
 from relayquant.ir.rewrite.lifetimes import find_ends
 from relayquant.stages.prepared import CalibrationGraph
-from relayquant.torch.operators import TRAINED_ROWS, find_form
+from relayquant.torch.operators import TRAINED_ROWS, find_form, follow_clamps
 from relayquant.torch.recurrent import RECURRENT_FORMS
 from relayquant.torch.submodule_cut import Placeholder
 
@@ -376,8 +376,10 @@ class ProgramBuilder:
     def make_call(self, call: Call, name: str, var: relax.Var) -> Reader:
         """Make the function that computes a call of an operator."""
         operator = name.removeprefix("relax.")
-        source = self.sources.get(var.name, {}).get("op", "")
-        function = RECURRENT_FORMS.get(operator) or find_form(operator, source)
+        row = self.sources.get(var.name, {})
+        function = RECURRENT_FORMS.get(operator) or find_form(operator, row.get("op", ""))
+        if operator in ("clip", "nn.relu") and "clamps" in row:
+            function = follow_clamps(row["clamps"])
         reason = self.explain_missing(call, operator)
         if function is None or reason:
             self.missing.setdefault(reason or operator or str(call.op), var.name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import tvm
@@ -24,6 +25,22 @@ from relayquant.ir.rewrite.inline import inline_functions
 
 #: Sorts after every helper that was defined for the same value.
 _LAST = 2**62
+
+
+@dataclass(frozen=True)
+class Clamp:
+    """A clamp of the model that a rule merged with others.
+
+    Attributes:
+        name: Its value.
+        operator: Its operator, as "relax.nn.relu".
+        low, high: Its bounds.
+    """
+
+    name: str
+    operator: str
+    low: float
+    high: float
 
 
 class Editor:
@@ -56,6 +73,8 @@ class Editor:
         self.names: dict[relax.Var, str] = {param: param.name for param in self.params}
         self.origins: dict[str, str] = {}  #: helper's name -> value that the helper was made for
         self.source_names: frozenset[str] = frozenset()  #: names from the user's model
+        #: name of a clamp -> the clamps that it stands for, if they are several
+        self.clamps: dict[str, tuple[Clamp, ...]] = {}
         self._taken = set(self.names.values())
         self._casts: dict[relax.Var, relax.MatchCast] = {}
         self._rank: dict[relax.Var, tuple[int, int]] = {}

@@ -20,7 +20,7 @@ from relayquant.ir.ops.callbacks import check_value
 from relayquant.ir.rewrite import Emitter, Match, Rule, Skip, apply_rules
 from relayquant.ir.rewrite.bind import bind_params, describe_weights
 from relayquant.ir.rewrite.constants import share_constants
-from relayquant.ir.rewrite.editor import Editor
+from relayquant.ir.rewrite.editor import Clamp, Editor
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.ir.rewrite.function import SOURCES_ATTR
 from relayquant.ir.rewrite.index_limits import LIMITS_ATTR, find_index_limits
@@ -211,7 +211,20 @@ def prepare_module(
         # An added value has the source node of the value that it was made for.
         if origin in sources:
             sources[name] = sources[origin]
+    for name, parts in editor.clamps.items():
+        # Training follows each of them: they have different gradients at their bounds.
+        own = [each for part in parts for each in list_parts(sources, part)]
+        if name in sources:
+            sources[name] = {**sources[name], "clamps": own}
     return share_constants(editor.build({SOURCES_ATTR: json.dumps(sources), **noted}))
+
+
+def list_parts(sources: Mapping[str, Any], part: Clamp) -> list[list[Any]]:
+    """Return rows [operator, operator of the source model, low, high]. Several for a clamp that
+    was merged already when the module was prepared before.
+    """
+    row = sources.get(part.name, {})
+    return row.get("clamps") or [[part.operator, row.get("op", ""), part.low, part.high]]
 
 
 # --- the user's rules ---------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import math
 import numpy as np
 from tvm import relax
 
-from relayquant.ir.rewrite.editor import Editor
+from relayquant.ir.rewrite.editor import Clamp, Editor
 from relayquant.ir.rewrite.expressions import same_type
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.ir.rewrite.rule import Skip, decline
@@ -35,15 +35,18 @@ def canonicalize_clamp(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     if outer is None:
         return decline("no clamp of floats by numbers")
     data, low, high = outer
-    merged = False
+    parts, merged = list_clamps(editor, var, outer), False
     while isinstance(data, relax.Var) and editor.has_one_use(data):
         inner = _read_clamp(editor, data)
         if inner is None:
             break
         # A clamp of a clamp is a clamp: its bounds are those of the inner one, clamped by the
         # outer.
+        parts = (*list_clamps(editor, data, inner), *parts)
         data, low, high = inner[0], _clamp(inner[1], low, high), _clamp(inner[2], low, high)
         merged = True
+    if merged:
+        editor.clamps[editor.names[var]] = parts
     if low == -math.inf and high == math.inf:
         return data
     name = editor.op_name(var)
@@ -54,6 +57,14 @@ def canonicalize_clamp(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     if not merged:
         return decline("it clamps no clamp")
     return relax.op.clip(data, low, high)
+
+
+def list_clamps(
+    editor: Editor, var: relax.Var, read: tuple[relax.Expr, float, float]
+) -> tuple[Clamp, ...]:
+    """List the clamps of the model that a value stands for, in the order that they are computed."""
+    name = editor.names[var]
+    return editor.clamps.get(name) or (Clamp(name, editor.op_name(var), *read[1:]),)
 
 
 def where_to_prelu(editor: Editor, var: relax.Var) -> relax.Expr | Skip:

@@ -27,6 +27,14 @@ CHOICES = {
     "relu": F.relu,
     "relu6": lambda x: F.relu6(x + 4),
     "hardtanh": lambda x: F.hardtanh(x, -2, 2),
+    "clamp above behind relu": lambda x: F.relu(x).clamp(max=2),
+    "clamp behind relu": lambda x: F.relu(x).clamp(-1, 2),
+    "clamp below behind relu": lambda x: F.relu(x).clamp(min=0),
+    "relu behind clamp": lambda x: F.relu(x.clamp(-2, 2)),
+    "relu behind clamp below": lambda x: F.relu(x.clamp(min=0)),
+    "relu6 behind clamp": lambda x: F.relu6(x.clamp(-1, 2)),
+    "clamp behind hardtanh": lambda x: F.hardtanh(x, -2, 2).clamp(0, 5),
+    "three clamps": lambda x: F.relu(F.hardtanh(x, -2, 5)).clamp(max=2),
     "hardswish": lambda x: F.hardswish(x * 3),
     "hardsigmoid": lambda x: F.hardsigmoid(x * 3),
     "maximum": lambda x: torch.maximum(x, x.flip(1)),
@@ -43,7 +51,7 @@ CHOICES = {
     "entropy": lambda x: torch.xlogy(x.abs(), x.abs()),
     "product with a logarithm": lambda x: torch.xlogy(x.abs(), torch.tensor([0.0, 1, 2, 3])),
     "cross entropy": lambda x: F.kl_div(x, x.abs(), reduction="none"),
-    "sorted": lambda x: x.sort(1, stable=True).values,
+    "sorted": lambda x: x.sort(1).values,
 }
 FUNCTIONS = {
     "softplus": F.softplus,
