@@ -441,7 +441,8 @@ def follow_clamps(
             bounds = {"clip": (low, high), "maximum": (low,), "minimum": (high,)}.get(operator, ())
             if operator != "clip":
                 bounds = [torch.tensor(bound, dtype=value.dtype) for bound in bounds]
-            value = find_form(operator, source)([value, *bounds], attrs)
+            form = find_form(operator, source) or TORCH_OPERATORS[operator]
+            value = form([value, *bounds], attrs)
         return value
 
     return compute
