@@ -78,7 +78,7 @@ def estimate_noise(weight: np.ndarray, statistics: ChannelStatistics) -> float:
     Args:
         weight: (C, N), or (G, C, N) if the channels of a group are read only by its own weights.
     """
-    step = statistics.largest.max() / STEPS
+    step = float(statistics.largest.max()) / STEPS  # its square may be beyond float32
     steps = np.abs(weight).max(axis=-2) / STEPS
     of_data = step**2 * np.square(weight, dtype="float64").sum()
     squares = np.square(steps, dtype="float64").sum(axis=-1)

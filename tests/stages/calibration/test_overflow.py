@@ -9,6 +9,7 @@ import re
 
 import numpy as np
 import pytest
+from float_models import draw_batches, residual_model
 from tvm import relax
 
 import relayquant as rq
@@ -63,6 +64,36 @@ def test_quantize__names_the_operator_and_its_largest_constant(value, effort):
     # Equalization may have scaled it.
     assert re.search(r"Its largest constant: up to \S+e\+\d\d, with 1 of 64 elements", message)
     assert message.endswith("[RQ302]")
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("size", [1e19, 1e25, 1e32])
+def test_quantize__data_too_large_gives_no_other_warning(size):
+    """One error says what is wrong; numpy's warnings beside it say nothing of the data."""
+    mod = residual_model()
+    data = [{"x": batch["x"] * np.float32(size)} for batch in draw_batches(mod, 6)]
+    with pytest.raises(rq.DataError, match=r"squares pass what float32 holds.*largest value of"):
+        rq.quantize(mod, None, data)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("size", [1e19, 1e25, 1e32])
+def test_quantize__a_single_product_of_large_data(size):
+    """Nothing is fitted: the integer module is as near the float model as for small data."""
+    mod = make_chain(draw(1))
+    qmods = [
+        rq.quantize(
+            mod, None, [{"x": row["x"] * np.float32(factor)} for row in DATA], effort="fast"
+        )
+        for factor in (1.0, size)
+    ]
+    x = DATA[0]["x"]
+    small, large = (
+        rq.reference.run(qmod, [x * np.float32(factor)])[0] / factor
+        for qmod, factor in zip(qmods, (1.0, size), strict=True)
+    )
+    np.testing.assert_allclose(small, x @ draw(1), atol=0.1)
+    np.testing.assert_allclose(large, x @ draw(1), atol=0.1)
 
 
 def test_calibrate__operator_without_constants():

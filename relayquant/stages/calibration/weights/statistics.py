@@ -137,11 +137,13 @@ class InputStatistics:
             cross = np.zeros(shape)
         if self.waiting:
             x = split_columns(np.concatenate(self.waiting, axis=1), self.blocks)
-            # In place: for wide operators these are the largest arrays.
-            gram += np.matmul(x.transpose(0, 2, 1), x)
-            if cross is not None:
-                y = split_columns(np.concatenate(self.real_waiting, axis=1), self.blocks)
-                cross += np.matmul(x.transpose(0, 2, 1), y)
+            # In place: for wide operators these are the largest arrays. `overflows` says what
+            # became infinite.
+            with np.errstate(over="ignore", invalid="ignore"):
+                gram += np.matmul(x.transpose(0, 2, 1), x)
+                if cross is not None:
+                    y = split_columns(np.concatenate(self.real_waiting, axis=1), self.blocks)
+                    cross += np.matmul(x.transpose(0, 2, 1), y)
         return replace(self, gram=gram, cross=cross, waiting=(), real_waiting=())
 
     def cut_columns(self) -> list[slice]:
@@ -154,8 +156,9 @@ class InputStatistics:
     def overflows(self) -> bool:
         """Whether second moments overflow float32."""
         for moments in (self.gram, self.cross):
-            if moments is not None and not np.isfinite(moments.sum(axis=(1, 2))).all():
-                return True
+            with np.errstate(over="ignore", invalid="ignore"):
+                if moments is not None and not np.isfinite(moments.sum(axis=(1, 2))).all():
+                    return True
         most = float(np.finfo("float32").max)
         for part in (*self.waiting, *self.real_waiting):
             peak = float(np.abs(part).max(initial=0.0))
