@@ -97,13 +97,13 @@ def find_position(values: Sequence[Any], extents: Sequence[int]) -> Any | None:
     if not isinstance(values[-1], tirx.FloorMod):
         return None
     position = values[-1].a
-    size = tirx.IntImm(str(position.ty), 1)
+    dtype, size = str(position.ty), 1
     expected: list[Any] = []
     for extent in reversed(extents):
-        whole = size * extent
+        whole = tirx.IntImm(dtype, size * extent)
         rest = position if len(expected) == len(extents) - 1 else tirx.floormod(position, whole)
-        expected.append(tirx.floordiv(rest, size))
-        size = whole
+        expected.append(tirx.floordiv(rest, tirx.IntImm(dtype, size)))
+        size *= extent
     pairs = zip(reversed(values), expected, strict=True)
     return position if all(tvm_ffi.structural_equal(a, b) for a, b in pairs) else None
 
