@@ -55,6 +55,9 @@ DESCRIPTION, INITIAL_STATE = "relayquant_state", "relayquant_initial_state"
 LIBRARY_DESCRIPTION = "relayquant_description"
 #: Device and number of each file that was loaded -> its time of change and size at that time.
 _FIRST_SEEN: dict[tuple[int, int], tuple[int, int]] = {}
+#: TVM's runtime, as this process has loaded it.
+_LOADED: list[ctypes.CDLL] = []
+_LOADING = threading.Lock()
 
 
 class Library:
@@ -85,9 +88,10 @@ class Library:
         os.environ.setdefault(SPIN_VARIABLE, "0")
         given = Path(path).absolute()
         bundle = read_bundle(given) if given.is_dir() else Bundle(given, {}, {})
-        ffi, self.path, self.manifest = load_runtime(bundle), bundle.library, bundle.manifest
+        self.path, self.manifest = bundle.library, bundle.manifest
         if not self.path.is_file():
             raise LibraryError(f"There is no file {self.path}. Name one that export_library wrote.")
+        ffi = load_runtime(bundle)
         check_unchanged(self.path)
         with self.path.open("rb") as file:
             head, have = file.read(HEAD), os.fstat(file.fileno()).st_size
@@ -260,11 +264,25 @@ def advise(given: np.ndarray, fault: ArgumentError) -> str:
 
 def load_runtime(bundle: Bundle) -> Any:
     """The module tvm_ffi, with TVM's runtime loaded into the process: that of the package
-    apache-tvm if it is installed, else that of the bundle.
+    apache-tvm if it is installed, else that of the first bundle. A second copy of it registers
+    what the first one has, which ends the process.
     """
     ffi = import_ffi()
     if "tvm" in sys.modules:
         return ffi  # it is there already, with the compiler
+    with _LOADING:
+        if len(_LOADED) < len(RUNTIME):
+            for place in find_runtime(bundle)[len(_LOADED) :]:
+                _LOADED.append(ctypes.CDLL(str(place), ctypes.RTLD_GLOBAL))
+    return ffi
+
+
+def find_runtime(bundle: Bundle) -> list[Path]:
+    """The files of TVM's runtime, in the order in which they are loaded.
+
+    Raises:
+        LibraryError: neither the package apache-tvm nor the bundle has them.
+    """
     found = importlib.util.find_spec("tvm")
     if found is not None and found.submodule_search_locations:
         folder = Path(found.submodule_search_locations[0]) / "lib"
@@ -272,17 +290,12 @@ def load_runtime(bundle: Bundle) -> Any:
     else:
         places = [bundle.runtime[name] for name in RUNTIME if name in bundle.runtime]
     if len(places) < len(RUNTIME):
-        missing = bundle.manifest.get("missing") or ["Run: pip install 'apache-tvm<0.28'"]
+        missing = bundle.manifest.get("missing") or [
+            "The folder that export_bundle wrote has it, a library alone has not: load the folder, "
+            "or run: pip install 'apache-tvm<0.28'"
+        ]
         raise LibraryError(f"relayquant_runtime needs TVM's runtime. {' '.join(map(str, missing))}")
-    load_libraries(*map(str, places))
-    return ffi
-
-
-@functools.cache
-def load_libraries(*places: str) -> None:
-    """Load libraries whose functions every other library sees."""
-    for place in places:
-        ctypes.CDLL(place, ctypes.RTLD_GLOBAL)
+    return places
 
 
 @functools.cache

@@ -93,3 +93,17 @@ def test_compile__what_no_call_alone_explains_is_raised_as_it_is(monkeypatch):
     monkeypatch.setattr(tvm, "compile", fail)
     with pytest.raises(ValueError, match="only as a whole"):
         rq.compile(make_module(relax.op.exp, "float32"))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_compile__an_interrupt_stays_one(error):
+    """Ctrl-C in a pass written in Python crosses frames of C++, which knew no such exception."""
+
+    @tvm.instrument.pass_instrument
+    class Interrupt:
+        def run_before_pass(self, _mod, info):
+            if info.name.startswith("relayquant."):
+                raise error
+
+    with tvm.transform.PassContext(instruments=[Interrupt()]), pytest.raises(error):
+        rq.compile(make_module(relax.op.negative))

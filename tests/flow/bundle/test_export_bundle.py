@@ -155,6 +155,39 @@ def test_bundle__runs_without_the_package_apache_tvm(bundle):
     assert loaded == "[]"
 
 
+MANY = """
+import importlib.util, sys
+from pathlib import Path
+import numpy as np
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "tvm" else found(name, *more)
+from relayquant_runtime import Library, LibraryError
+x, first, second = np.ones((2, 3), "float32"), *map(Path, sys.argv[1:])
+for path in (first / "none.so", first / "library.so"):
+    try:
+        Library(path)
+    except LibraryError as error:
+        print(error)
+for path in (first, second, second / "library.so"):
+    print(Library(path).run("main", [x])[0][0].tolist())
+"""
+
+
+def test_bundle__two_in_a_process_share_the_runtime(bundle, tmp_path):
+    """A server with two models: a second copy of TVM's runtime would end the process."""
+    folders = [shutil.copytree(bundle, tmp_path / name) for name in ("first", "second")]
+    for folder in folders:
+        shutil.copy(reader.read_bundle(folder).library, folder / "library.so")
+    command = [sys.executable, "-c", MANY, *map(str, folders)]
+    environment = {**os.environ, "PYTHONPATH": str(bundle / "python")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=bundle)
+    assert done.returncode == 0, done.stderr
+    missing, alone, *results = done.stdout.splitlines()
+    assert missing.startswith("There is no file")
+    assert "needs TVM's runtime. The folder that export_bundle wrote has it" in alone
+    assert results == ["[1.0, 1.0, 1.0]"] * 3
+
+
 def test_library_describe__says_whether_tiles_are_in_use(tmp_path, monkeypatch):
     """The library is compiled for a CPU with AMX, and loaded where nothing of it is run."""
     executable = rq.compile(quantize_pictures(), "llvm -mcpu=sapphirerapids")
