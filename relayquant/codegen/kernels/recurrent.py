@@ -36,10 +36,9 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
     vector,
 )
-from relayquant.codegen.kernels.floating.row_norm import fence
 from relayquant.codegen.kernels.floating.softmax import emit_exp
 from relayquant.codegen.kernels.integer.row_quantize import ROW_LIMIT
-from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, fence
 
 #: Units that are processed at once. LLVM splits them if registers are narrower.
 LANES = 16

@@ -41,9 +41,9 @@ from relayquant.codegen.kernels.emit import (
     settle,
     store_vector,
 )
-from relayquant.codegen.kernels.floating.row_norm import fence
 from relayquant.codegen.kernels.floating.softmax import LOG2_E, MANTISSA_BITS, ROUND_TO_EXPONENT
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
+from relayquant.codegen.kernels.isa.base import fence
 from relayquant.codegen.kernels.isa.bf16 import TILES_BF16, Bf16Isa, join_pairs
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS
 from relayquant.codegen.kernels.permutation import transpose_vectors

@@ -36,7 +36,7 @@ from relayquant.codegen.kernels.emit import (
     split_index,
     store_vector,
 )
-from relayquant.codegen.kernels.floating.row_norm import SUM_LANES, fence
+from relayquant.codegen.kernels.floating.row_norm import SUM_LANES
 from relayquant.codegen.kernels.floating.softmax import emit_exp
 from relayquant.codegen.kernels.floating.tile import (
     FLOAT_BYTES,
@@ -47,6 +47,7 @@ from relayquant.codegen.kernels.floating.tile import (
     declare_arguments,
     emit_tile,
 )
+from relayquant.codegen.kernels.isa.base import fence
 from relayquant.codegen.kernels.permutation import transpose_vectors
 
 #: Most rows of a block, and fewest keys of a tile.

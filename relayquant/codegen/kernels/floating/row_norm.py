@@ -32,7 +32,6 @@ from relayquant.codegen.kernels.emit import (
     fold_lanes,
     load_vector,
     store_vector,
-    vector,
 )
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr
 from relayquant.codegen.kernels.integer.row_quantize import (
@@ -42,6 +41,7 @@ from relayquant.codegen.kernels.integer.row_quantize import (
     emit_extreme,
     emit_scale,
 )
+from relayquant.codegen.kernels.isa.base import fence
 
 #: Partial sums of a row.
 SUM_LANES = 32
@@ -246,10 +246,3 @@ def emit_row_sum(read: ReadVector, width: int) -> Expr:
     for at in range(whole * lanes, width):
         value = T.bind(value + read(at, 1))
     return value
-
-
-def fence(value: Expr, lanes: int) -> Expr:
-    """Round a value here, so that LLVM contracts no product with the operation after it."""
-    suffix = "f32" if lanes == 1 else f"v{lanes}f32"
-    name = f"llvm.arithmetic.fence.{suffix}"
-    return T.call_llvm_pure_intrin(name, value, dtype=vector("float32", lanes))

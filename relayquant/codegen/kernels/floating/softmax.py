@@ -39,9 +39,9 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
     vector,
 )
-from relayquant.codegen.kernels.floating.row_norm import SUM_LANES, emit_row_sum, fence
+from relayquant.codegen.kernels.floating.row_norm import SUM_LANES, emit_row_sum
 from relayquant.codegen.kernels.integer.elementwise import Quantize, emit_quantized
-from relayquant.codegen.kernels.isa.base import Buffer, Expr
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, fence
 
 #: Coefficients of P, highest power first.
 EXP_COEFFICIENTS = (0.008290272, 0.041898163, 0.16667639, 0.49999148, 0.9999997, 1.0)

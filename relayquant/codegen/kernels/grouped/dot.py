@@ -33,7 +33,7 @@ from relayquant.codegen.kernels.isa.arm import (
     repeat,
     split,
 )
-from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, fence
 from relayquant.codegen.kernels.isa.x86 import MaddIsa, SmallWeightIsa, VnniIsa
 
 #: Neighbours of a row in one word.
@@ -197,9 +197,7 @@ class NeonDot(PartsDot):
         """
         words = T.reinterpret(f"int32x{size}" if size > 1 else "int32", loaded)
         word = repeat(words, size, lane, 4) if size > 1 else T.broadcast(words, 4)
-        name = "llvm.arithmetic.fence.v4f32"
-        word = T.call_llvm_pure_intrin(name, T.reinterpret("float32x4", word), dtype="float32x4")
-        return T.reinterpret("int8x16", word)
+        return T.reinterpret("int8x16", fence(T.reinterpret("float32x4", word), 4))
 
     def shift_codes(self, words: Expr, bits: int) -> Expr:
         """Shift bytes separately. Then the last codes of a byte need no mask."""

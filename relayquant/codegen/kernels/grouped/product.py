@@ -49,7 +49,6 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
     vector,
 )
-from relayquant.codegen.kernels.floating.row_norm import fence
 from relayquant.codegen.kernels.floating.silu import emit_silu
 from relayquant.codegen.kernels.grouped.dot import WORD, PairsDot, PartsDot, multiply_add
 from relayquant.codegen.kernels.grouped.plan import (
@@ -63,7 +62,7 @@ from relayquant.codegen.kernels.grouped.plan import (
     take_word,
 )
 from relayquant.codegen.kernels.grouped.tiled import emit_tiled_rows
-from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, fence
 from relayquant.codegen.kernels.row_loops import emit_chunk
 from relayquant.codegen.kernels.unit_permission import ask_unit, emit_if
 

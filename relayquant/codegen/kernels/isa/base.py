@@ -329,7 +329,10 @@ def join(values: list[Expr], lanes: int) -> Expr:
 
 
 def fence(value: Expr, lanes: int) -> Expr:
-    """Return a float32 vector that LLVM takes as it is: nothing before is merged with its users."""
+    """Return a float32 vector that LLVM takes as it is: nothing before is merged with its users.
+
+    A product is rounded here, and not contracted with the operation after it.
+    """
     dtype = f"float32x{lanes}" if lanes > 1 else "float32"
     name = f"llvm.arithmetic.fence.{'' if lanes == 1 else f'v{lanes}'}f32"
     return T.call_llvm_pure_intrin(name, value, dtype=dtype)

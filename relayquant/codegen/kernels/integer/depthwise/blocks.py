@@ -39,7 +39,7 @@ from relayquant.codegen.kernels.emit import (
 from relayquant.codegen.kernels.integer.depthwise.plan import Blocks, DepthwisePlan
 from relayquant.codegen.kernels.integer.operands import Operands, load_multipliers
 from relayquant.codegen.kernels.integer.saturating_pack import PACKED, PART, emit_packed
-from relayquant.codegen.kernels.isa.base import Buffer, Expr
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, fence
 
 
 @dataclass(frozen=True)
@@ -205,9 +205,7 @@ def emit_mask(tests: list[Expr | None], lanes: int) -> Expr:
         constant("int32", -1, size) if test is None else broadcast(-T.Cast("int32", test), size)
         for test in tests
     ]
-    mask = T.reinterpret(vector("float32", lanes), concat_vectors(parts, size))
-    name = f"llvm.arithmetic.fence.v{lanes}f32"
-    mask = T.call_llvm_pure_intrin(name, mask, dtype=vector("float32", lanes))
+    mask = fence(T.reinterpret(vector("float32", lanes), concat_vectors(parts, size)), lanes)
     return T.reinterpret(vector("int32", lanes), mask)
 
 
