@@ -339,5 +339,6 @@ def loop_over(extents: tuple[Any, ...], threads: bool) -> Iterator[list[Expr]]:
         yield split_index(index, extents)
 
 
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+def ceil_div(a: Any, b: Any) -> Any:
+    """Return the ceiling of a / b for integers or TIR expressions."""
+    return -(-a // b) if isinstance(a, int) else T.floordiv(a + (b - 1), b)

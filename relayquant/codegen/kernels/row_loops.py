@@ -47,7 +47,7 @@ def loop_over_rows(
     `prepare` runs before the tiles of each chunk of up to `count_chunk_rows` rows.
     """
     size = count_chunk_rows(heights)
-    chunks, loop = T.floordiv(rows + (size - 1), size), T.parallel if threads else T.serial
+    chunks, loop = ceil_div(rows, size), T.parallel if threads else T.serial
     if prepare is not None:
         with loop(chunks) as chunk:
             first = T.bind(chunk * size)

@@ -126,7 +126,7 @@ class WindowParts:
         Threads share it if all places have `fewest_macs`. One place has `macs`.
         """
         (total,) = settle(prod(self.places))
-        (parts,) = settle(T.floordiv(total + (rows - 1), rows))
+        (parts,) = settle(ceil_div(total, rows))
         least = max(ceil_div(fewest_macs, rows * macs), 2)
         with T.parallel(parts, annotations={LEAST_EXTENT: least}) as part:
             first, end = (T.floordiv(each * total, parts) for each in (part, part + 1))

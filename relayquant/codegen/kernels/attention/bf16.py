@@ -35,6 +35,7 @@ from relayquant.codegen.kernels.emit import (
     alloc_workspace,
     broadcast,
     build_kernel,
+    ceil_div,
     constant,
     import_code,
     load_vector,
@@ -109,15 +110,15 @@ class RoundedAttention(BlockAttention):
         self.emit_rows(position, query)
         blocks = RoundedBlocks(width, query, keys, values, self.scores, self.powers, self.sums)
         products = (TileProducts if self.bf16.unit else VectorProducts)(self.bf16, blocks)
-        with T.serial(T.floordiv(size + (KEYS - 1), KEYS)) as step:
+        with T.serial(ceil_div(size, KEYS)) as step:
             key, count = settle(start + step * KEYS, T.min(size - step * KEYS, T.int64(KEYS)))
             self.emit_keys(line + key, count, keys)
             self.emit_transposed_values(line + key, count, values)
-            with T.serial(T.floordiv(self.count + (SIDE - 1), SIDE)) as part:
+            with T.serial(ceil_div(self.count, SIDE)) as part:
                 last = T.Cast("int64", self.places[part * SIDE + (SIDE - 1)])
                 (seen,) = settle(T.min(last + 1 - key, count))
                 with T.If(seen > 0), T.Then():
-                    steps = T.bind(T.floordiv(seen + (SIDE - 1), SIDE))
+                    steps = T.bind(ceil_div(seen, SIDE))
                     products.emit_scores(part, steps)
                     with T.serial(SIDE // LANES) as half:
                         self.emit_vector(part, half * LANES, key, seen)
@@ -172,7 +173,7 @@ class RoundedAttention(BlockAttention):
     def emit_transposed_values(self, line: Expr, count: Expr, values: Buffer) -> None:
         """Round values to tiles of 16 numbers x 32 keys. Missing keys repeat the last one."""
         tiles = self.spec.width // LANES
-        with T.grid(T.floordiv(count + (SIDE - 1), SIDE), tiles) as (step, tile):
+        with T.grid(ceil_div(count, SIDE), tiles) as (step, tile):
 
             def load(pair: int) -> Expr:
                 keys = [T.min(step * SIDE + 2 * pair + i, count - 1) for i in range(2)]
@@ -241,7 +242,7 @@ class RoundedAttention(BlockAttention):
                 store_vector(total, load_vector(total, 0, LANES) + power, 0, LANES)
                 powers.append(power)
             store_vector(self.powers, join_pairs(*powers, LANES), locate(pair) * 2, SIDE)
-        with T.serial(T.floordiv(count + (SIDE - 1), SIDE) * LANES - pairs) as index:
+        with T.serial(ceil_div(count, SIDE) * LANES - pairs) as index:
             zero = constant(BF16_BITS, 0, SIDE)
             store_vector(self.powers, zero, locate(pairs + index) * 2, SIDE)
         store_vector(self.totals, load_vector(total, 0, LANES), row, LANES)
@@ -260,7 +261,7 @@ class RoundedAttention(BlockAttention):
     def emit_rows_of_result(self) -> None:
         """Divide by the sums of powers. A row that sees no key gives 0."""
         width = self.spec.width
-        with T.grid(T.floordiv(self.count + (LANES - 1), LANES), width // LANES) as (tile, step):
+        with T.grid(ceil_div(self.count, LANES), width // LANES) as (tile, step):
             total = T.bind(load_vector(self.totals, tile * LANES, LANES))
             zero, one = (constant("float32", value, LANES) for value in (0, 1))
             factor = T.bind(T.Select(total > zero, one / total, zero))

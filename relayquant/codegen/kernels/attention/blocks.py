@@ -33,6 +33,7 @@ from relayquant.codegen.kernels.emit import (
     alloc_workspace,
     broadcast,
     build_kernel,
+    ceil_div,
     constant,
     emit_shared_loop,
     emit_vector_loop,
@@ -102,7 +103,7 @@ class BlockAttention:
         with T.serial(batch) as sequence:
             place = T.Cast("int64", self.positions[sequence])
             T.buffer_store(most, T.max(most[0], place), [0])
-        blocks = T.bind(T.floordiv(self.rows * spec.share + (block - 1), block))
+        blocks = T.bind(ceil_div(self.rows * spec.share, block))
         tasks = batch * blocks * spec.groups
         macs = batch * self.rows * (most[0] + self.rows) * (spec.extents[2] * spec.width)
         is_worth = T.And(tasks > 1, macs >= PARALLEL_THRESHOLD)
@@ -144,7 +145,7 @@ class BlockAttention:
         largest, totals, factors = (alloc_workspace(BLOCK, "float32") for _ in range(3))
         places = alloc_workspace(BLOCK, "int32")
         self.emit_start(query, sums, largest, totals, places, position)
-        with T.serial(T.floordiv(size + (keys - 1), keys)) as step:
+        with T.serial(ceil_div(size, keys)) as step:
             key, count = settle(start + step * keys, T.min(size - step * keys, T.int64(keys)))
             for (cache, scale), copy in zip(self.caches, (key_block, value_block), strict=True):
                 self.emit_copy(cache, scale, line + key, count, copy)
@@ -230,7 +231,7 @@ class BlockAttention:
             places = [(first + row) * width for row in range(rows)]
             self.emit_tile(places, keys, query, reduce, finish)
 
-        self.each_tile(T.floordiv(count + (TILE - 1), TILE), emit)
+        self.each_tile(ceil_div(count, TILE), emit)
 
     def emit_tile(
         self,

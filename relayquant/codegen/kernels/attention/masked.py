@@ -329,7 +329,7 @@ class MaskedRows:
         spec, block, lanes = self.spec, self.block, self.isa.lanes
         keys, inner, factor = spec.keys, spec.inner, spec.factor
 
-        with T.serial(T.floordiv(end - first + (self.tile - 1), self.tile)) as index:
+        with T.serial(ceil_div(end - first, self.tile)) as index:
             key, line = settle(
                 T.min(first + index * self.tile, keys - self.tile),
                 head * keys + T.min(first + index * self.tile, keys - self.tile),

@@ -210,7 +210,7 @@ class RowAttention:
             _, count = self.find_keys(sequence)
             T.buffer_store(most, T.max(most[0], count), [0])
         count = T.bind(most[0])
-        used = T.bind(T.floordiv(count + (self.piece - 1), self.piece))
+        used = T.bind(ceil_div(count, self.piece))
         size = batch * count * (2 * spec.groups * width * ITEM_BYTES[spec.dtype])
         tasks = batch * used * spec.groups
         is_worth = T.And(size >= PARALLEL_BYTES, tasks > 1)
@@ -309,7 +309,7 @@ class RowAttention:
                 store_vector(products, added, at, lanes)
 
         def emit_chunk(first: Expr, count: int) -> None:
-            with T.serial(T.floordiv(size + (self.group - 1), self.group)) as index:
+            with T.serial(ceil_div(size, self.group)) as index:
                 emit_group(first, count, index)
 
         self.each_chunk(max(1, self.isa.accumulators // self.group), emit_chunk)
@@ -332,7 +332,7 @@ class RowAttention:
         largest, total = alloc_vectors(2, lanes, "float32")
         store_vector(largest, constant("float32", LOWEST, lanes), 0, lanes)
         store_vector(total, constant("float32", 0, lanes), 0, lanes)
-        steps = T.bind(T.floordiv(size + (lanes - 1), lanes))
+        steps = T.bind(ceil_div(size, lanes))
         start = own * self.piece
         with T.serial(steps) as step:
             at = step * lanes
@@ -403,7 +403,7 @@ class RowAttention:
         spec, width = self.spec, self.spec.width
         head, own = T.floordiv(row, spec.share), T.floormod(row, spec.share)
         _, count = self.find_keys(T.floordiv(head, spec.groups))
-        used = T.bind(T.floordiv(count + (self.piece - 1), self.piece))
+        used = T.bind(ceil_div(count, self.piece))
         first = T.bind((head * self.most_pieces) * spec.share + own)
         largest, total = alloc_vectors(2, 1, "float32")
         T.buffer_store(largest, T.float32(LOWEST), [0])

@@ -20,7 +20,13 @@ from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc, Var
 
-from relayquant.codegen.kernels.emit import broadcast, build_kernel, load_vector, store_vector
+from relayquant.codegen.kernels.emit import (
+    broadcast,
+    build_kernel,
+    ceil_div,
+    load_vector,
+    store_vector,
+)
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa, emit_tile
 
 #: Rows that all panels are computed for before the next rows, so that they stay in a cache.
@@ -252,8 +258,8 @@ def emit_loops(a: ProductArguments, height: int, tile: EmitTile) -> None:
 
     with T.serial(a.size("images")) as image, T.If(count >= height):
         with T.Then():
-            tiles = T.floordiv(count + (height - 1), height)
-            with T.serial(T.floordiv(tiles + (per_block - 1), per_block)) as block:
+            tiles = ceil_div(count, height)
+            with T.serial(ceil_div(tiles, per_block)) as block:
                 first = block * per_block
                 with T.serial(panels) as panel, T.serial(T.min(tiles - first, per_block)) as index:
                     row = T.bind(T.min((first + index) * height, count - height))

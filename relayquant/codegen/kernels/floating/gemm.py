@@ -21,6 +21,7 @@ from tvm.tirx import PrimFunc
 from relayquant.codegen.kernels.emit import (
     CACHE_LINE,
     build_kernel,
+    ceil_div,
     emit_prefetch,
     load_vector,
 )
@@ -37,7 +38,6 @@ from relayquant.codegen.kernels.floating.tile import (
     FloatIsa,
     FloatSchedule,
     Panels,
-    ceil_div,
     choose_panels,
     choose_rows,
     declare_arguments,

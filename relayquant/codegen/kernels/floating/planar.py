@@ -16,7 +16,7 @@ import numpy as np
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
-from relayquant.codegen.kernels.emit import broadcast, build_kernel
+from relayquant.codegen.kernels.emit import broadcast, build_kernel, ceil_div
 from relayquant.codegen.kernels.floating.gathered import Floats, ProductArguments, Table
 from relayquant.codegen.kernels.floating.tile import Expr, FloatIsa, emit_tile
 
@@ -93,7 +93,7 @@ def make_planar(spec: PlanarProduct, isa: FloatIsa, name: str) -> PrimFunc:
 
         count = a.count["rows"]
         with T.serial(a.size("images")) as image, T.If(count >= vectors):
-            with T.Then(), T.serial(T.floordiv(count + (vectors - 1), vectors)) as index:
+            with T.Then(), T.serial(ceil_div(count, vectors)) as index:
                 first = T.bind(T.min(index * vectors, count - vectors))
                 tile(image, [first + b for b in range(vectors)])
             with T.Else(), T.serial(count) as index:

@@ -27,6 +27,7 @@ from relayquant.codegen.kernels.emit import (
     alloc_vectors,
     broadcast,
     build_kernel,
+    ceil_div,
     emit_shared_loop,
     emit_vector_loop,
     fold_lanes,
@@ -132,7 +133,7 @@ def make_row_norm(spec: RowNorm, name: str = "row_norm") -> PrimFunc:
             first = T.bind(index * block)
             rows.emit_block(first, T.bind(T.min(count - first, block)))
 
-        blocks = T.floordiv(count + (block - 1), block)
+        blocks = ceil_div(count, block)
         emit_shared_loop(blocks, count * (width * NORM_COST) >= PARALLEL_THRESHOLD, emit)
 
     return build_kernel(name, body)

@@ -31,6 +31,7 @@ from relayquant.codegen.kernels.emit import (
     alloc_vectors,
     broadcast,
     build_kernel,
+    ceil_div,
     constant,
     emit_shared_loop,
     emit_vector_loop,
@@ -148,7 +149,7 @@ class SoftmaxRows:
             first = T.bind(index * size)
             self.emit_block(first, T.bind(T.min(count - first, size)), size)
 
-        emit_shared_loop(T.floordiv(count + (size - 1), size), is_worth, emit_block)
+        emit_shared_loop(ceil_div(count, size), is_worth, emit_block)
 
     def emit_block(self, first: Expr, count: Expr, size: int) -> None:
         """Emit `count` rows of at most `size`, from `first` on, step by step.

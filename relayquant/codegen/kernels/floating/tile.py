@@ -27,6 +27,7 @@ from relayquant.codegen.kernels.emit import (
     alloc_vectors,
     broadcast,
     build_kernel,
+    ceil_div,
     emit_prefetch,
     emit_vector_loop,
     flat_view,
@@ -153,11 +154,6 @@ class FloatEpilogue:
         if self.high is not None:
             value = T.min(broadcast(T.float32(self.high), lanes), value)
         return value if self.curve is None else self.curve.apply(value, lanes)
-
-
-def ceil_div(a: Any, b: int) -> Any:
-    """Return the ceiling of a / b for an int or a TIR expression."""
-    return -(-a // b) if isinstance(a, int) else T.floordiv(a + (b - 1), b)
 
 
 @dataclass(frozen=True)

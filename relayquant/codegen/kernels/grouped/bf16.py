@@ -138,10 +138,10 @@ class TiledBf16:
             count = ceil_div(self.chunk_tiles, SIDE) * self.bands * SIDE * self.panels
             self.totals = alloc_workspace(count * self.tile, "float32")
         is_shared = rows * (spec.units * spec.features) >= PARALLEL_THRESHOLD
-        with T.serial(T.floordiv(rows + (size - 1), size)) as chunk:
+        with T.serial(ceil_div(rows, size)) as chunk:
             self.first = T.bind(chunk * size)
             count = T.bind(T.min(rows - self.first, size))
-            tiles = T.bind(T.floordiv(count + (self.rows_of_tile - 1), self.rows_of_tile))
+            tiles = T.bind(ceil_div(count, self.rows_of_tile))
             with T.serial(self.blocks) as block:
                 self.start = T.bind(block * self.groups)
                 emit_shared_loop(tiles, is_shared, self.emit_copy)
@@ -279,7 +279,7 @@ class TiledBf16:
         emit_if(self.may_use, lambda: registers.append(self.unit.configure(shapes)))
         for side, panel in enumerate(panels):
             self.emit_unpacked(weights, panel, T.int64(side * size))
-        with T.serial(T.floordiv(tiles + (SIDE - 1), SIDE)) as pair:
+        with T.serial(ceil_div(tiles, SIDE)) as pair:
             numbers = [T.bind(T.min(pair * SIDE + i, tiles - 1)) for i in range(SIDE)]
             kept = T.bind((pair * self.bands + band) * (SIDE * self.panels * self.tile))
             emit_if(

@@ -178,7 +178,7 @@ def emit_many_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> No
     """Emit rows, one chunk after the other."""
     side, size = plan.tile_panels, plan.chunk_rows
     rows = arguments.rows
-    with T.serial(T.floordiv(rows + (size - 1), size)) as chunk:
+    with T.serial(ceil_div(rows, size)) as chunk:
         first = T.bind(chunk * size)
         count = T.bind(T.min(rows - first, size))
         prepared = emit_preparation(plan, arguments, first, count, size)

@@ -129,10 +129,10 @@ def emit_tiled_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> N
     form, unit = TiledGroups(plan, plan.unit), plan.unit
     size = form.chunk_tiles * unit.rows
     rows = arguments.rows
-    with T.serial(T.floordiv(rows + (size - 1), size)) as chunk:
+    with T.serial(ceil_div(rows, size)) as chunk:
         first = T.bind(chunk * size)
         count = T.bind(T.min(rows - first, size))
-        tiles = T.bind(T.floordiv(count + (unit.rows - 1), unit.rows))
+        tiles = T.bind(ceil_div(count, unit.rows))
         prepared = emit_tile_copy(form, arguments, first, tiles, threads)
         with (T.parallel if threads else T.serial)(ceil_div(plan.panels, form.panels)) as band:
             registers = unit.configure(form.register_shapes)
@@ -249,7 +249,7 @@ class TiledBand:
         weights = alloc_workspace(form.panels * form.groups * form.group_bytes, plan.tile_dtype)
         totals = alloc_workspace(form.chunk_tiles * form.panels * form.tile, "float32")
         sums = alloc_workspace(block, "int32")
-        pairs = T.bind(T.floordiv(self.tiles + (SIDE - 1), SIDE))
+        pairs = T.bind(ceil_div(self.tiles, SIDE))
         sides, blocks = form.panels // form.side, plan.groups // form.groups
         with T.serial(pairs * (form.panels * SIDE * form.unit.rows)) as row:
             store_vector(totals, constant("float32", 0, lanes), row * lanes, lanes)

@@ -24,6 +24,7 @@ from relayquant.codegen.kernels.emit import (
     alloc_workspace,
     broadcast,
     build_kernel,
+    ceil_div,
     constant,
     declare_argument,
     emit_shared_loop,
@@ -141,7 +142,7 @@ def build_dynamic_matmul(
             cols if spec.cols is None else T.int64(spec.cols),
             inner if spec.inner is None else T.int64(spec.inner),
         )
-        (chunks,) = settle(T.floordiv(rows + (CHUNK_ROWS - 1), CHUNK_ROWS))
+        (chunks,) = settle(ceil_div(rows, CHUNK_ROWS))
 
         def emit_chunk(index: Expr) -> None:
             image, chunk = settle(T.floordiv(index, chunks), T.floormod(index, chunks))
@@ -178,8 +179,8 @@ def emit_blocks(chunk: Chunk) -> None:
     sums = alloc_workspace(CHUNK_ROWS * width, spec.sum_dtype)
     # An inner extent of 0, as of an empty context, is one block of zero points: the sums are 0.
     col_blocks, inner_blocks = settle(
-        T.floordiv(sizes.cols + (width - 1), width),
-        T.floordiv(T.max(sizes.inner, T.int64(1)) + (depth - 1), depth),
+        ceil_div(sizes.cols, width),
+        ceil_div(T.max(sizes.inner, T.int64(1)), depth),
     )
     is_one = spec.inner == depth and spec.sum_dtype == "int32"
     part = sums if is_one else alloc_workspace(CHUNK_ROWS * width, "int32")

@@ -19,6 +19,7 @@ from relayquant.codegen.kernels.emit import (
     alloc_vectors,
     broadcast,
     build_kernel,
+    ceil_div,
     load_vector,
     settle,
     store_vector,
@@ -71,9 +72,7 @@ def make_free_depthwise(
 
         def emit_part(first: Expr, count: Expr) -> None:
             _, _, columns = parts.places
-            begin, end = settle(
-                T.floordiv(first, columns), T.floordiv(first + count + (columns - 1), columns)
-            )
+            begin, end = settle(T.floordiv(first, columns), ceil_div(first + count, columns))
             with T.serial(end - begin) as index:
                 (row,) = settle(begin + index)
                 segment = locate_segment(parts, row, first, first + count)
@@ -114,7 +113,7 @@ def emit_segment(
     """Emit all channels of a segment, vector by vector."""
     channels, lanes = spec.outputs, isa.lanes
     count = segment.behind - segment.before
-    (tiles,) = settle(T.floordiv(count + (COLUMNS - 1), COLUMNS))
+    (tiles,) = settle(ceil_div(count, COLUMNS))
     edge = segment.before - segment.start
     with T.serial(-(-channels // lanes)) as vector:
         at = vector * lanes

@@ -298,7 +298,7 @@ def emit_products(
     channels, outputs = plan.spec.in_channels, plan.sum_channels
     lanes, panels, height = plan.isa.lanes, plan.panels, plan.height
     own, tiles = share.own, share.tiles
-    steps = T.floordiv(tiles + (height - 1), height)
+    steps = ceil_div(tiles, height)
     with T.grid(POINTS, own.end - own.first, steps) as (point, index, step):
         panel = T.bind(own.first + index)
         first = T.bind(T.min(step * height, tiles - height))

@@ -397,7 +397,7 @@ def emit_products(
     product, channels, outputs = plan.product, plan.spec.in_channels, plan.sum_channels
     lanes, tile = product.isa.lanes, product.tile
     image = Image(inputs, 1, product.spec.width)
-    steps = T.floordiv(tiles + (tile.cols - 1), tile.cols)
+    steps = ceil_div(tiles, tile.cols)
     with T.grid(POINTS, own.end - own.first, steps) as (point, index, step):
         panel = T.bind(own.first + index)
         first = T.bind(T.min(step * tile.cols, tiles - tile.cols))

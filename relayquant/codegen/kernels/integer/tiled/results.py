@@ -131,7 +131,7 @@ class SumStores:
             tile = SumTile(
                 block.rows, m * plan.tile_rows, line, block.panel.channels, block.panel.constants
             )
-            with T.serial(T.floordiv(block.rows + (count - 1), count)) as part:
+            with T.serial(ceil_div(block.rows, count)) as part:
                 self.emit_part(tile, part)
 
     def emit_after(self, step: Expr, kept: KeptBlock, is_due: Expr) -> None:

@@ -14,7 +14,13 @@ from dataclasses import fields, replace
 
 from tvm.script.ir_builder import tirx as T
 
-from relayquant.codegen.kernels.emit import COPY_BYTES, PARALLEL_BYTES, alloc_workspace, settle
+from relayquant.codegen.kernels.emit import (
+    COPY_BYTES,
+    PARALLEL_BYTES,
+    alloc_workspace,
+    ceil_div,
+    settle,
+)
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan
 from relayquant.codegen.kernels.integer.operands import (
     Image,
@@ -70,8 +76,8 @@ def emit_tiled_rows(
     threads = parts is not None
     width = plan.spec.in_channels
     size = max(CHUNK_BYTES // width, LEAST_CHUNK)
-    (chunks,) = settle(divide(rows, size))
-    (count,) = settle(divide(rows, chunks))
+    (chunks,) = settle(ceil_div(rows, size))
+    (count,) = settle(ceil_div(rows, chunks))
     with T.serial(chunks) as chunk:
         (first,) = settle(T.min(chunk * count, rows - count))
         if plan.needs_copy:
@@ -96,8 +102,8 @@ def emit_chunk(
     All rows of a tile count as pixels of one line.
     """
     side, unit = plan.tile.rows, plan.unit
-    (tiles,) = settle(divide(count, unit.rows))
-    height, blocks = settle(divide(count, tiles), T.floordiv(tiles, side) + tiles % side)
+    (tiles,) = settle(ceil_div(count, unit.rows))
+    height, blocks = settle(ceil_div(count, tiles), T.floordiv(tiles, side) + tiles % side)
     (total,) = settle(plan.panels * blocks)
     block_cycles = int(plan.count_block_cycles(plan.tile))
     cycles = total * block_cycles
@@ -147,13 +153,8 @@ def emit_chunk(
     emit_if(is_worth, emit_shared, lambda: emit_part(T.int64(0), T.int64(1)))
 
 
-def divide(a: Expr, b: Expr | int) -> Expr:
-    """Return a / b, rounded up."""
-    return T.floordiv(a + (b - 1), b)
-
-
 def settle_panel(position: PanelPosition) -> PanelPosition:
-    """Do the same for the offsets of a panel."""
+    """Compute the offsets of a panel now; see `settle`."""
     constants, bias, vector, *channels = settle(
         position.constants, position.bias, position.first_vector, *position.channels
     )
