@@ -104,13 +104,17 @@ def declare_arguments(
     ]
 
 
+def name_extents(extents: Sequence[int | None]) -> list[Any]:
+    """Return the extents, with a symbol for each one that is known only at run time."""
+    return [T.int64() if extent is None else extent for extent in extents]
+
+
 def declare_argument(name: str, shape: Sequence[int | None], dtype: str) -> Buffer:
     """Declare one argument; None is an extent of the run time.
 
     TVM wants all arguments before anything else (`flat_view`).
     """
-    extents = [T.int64() if extent is None else extent for extent in shape]
-    return T.arg(name, T.Buffer(extents, dtype))
+    return T.arg(name, T.Buffer(name_extents(shape), dtype))
 
 
 def flat_view(buffer: Buffer) -> Buffer:

@@ -20,7 +20,6 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.attention.halves import load_numbers
-from relayquant.codegen.kernels.attention.new_rows import name_extents
 from relayquant.codegen.kernels.attention.one_row import (
     LOWEST,
     Attention,
@@ -38,6 +37,7 @@ from relayquant.codegen.kernels.emit import (
     emit_shared_loop,
     emit_vector_loop,
     load_vector,
+    name_extents,
     settle,
     store_vector,
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
@@ -21,6 +20,7 @@ from relayquant.codegen.kernels.emit import (
     emit_vector_loop,
     flat_view,
     load_vector,
+    name_extents,
     store_vector,
 )
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
@@ -52,11 +52,6 @@ class UpdateCache:
     length: int
     dtype: str
     in_place: bool
-
-
-def name_extents(extents: tuple[int | None, ...]) -> list[Any]:
-    """Return the extents, with a symbol for each one that is known only at run time."""
-    return [T.int64() if extent is None else extent for extent in extents]
 
 
 def make_rotate(spec: Rotate, isa: FloatIsa) -> PrimFunc:

@@ -22,7 +22,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.attention.halves import load_numbers
-from relayquant.codegen.kernels.attention.new_rows import Extents, name_extents
+from relayquant.codegen.kernels.attention.new_rows import Extents
 from relayquant.codegen.kernels.emit import (
     CACHE_LINE,
     PARALLEL_BYTES,
@@ -38,6 +38,7 @@ from relayquant.codegen.kernels.emit import (
     flat_view,
     fold_lanes,
     load_vector,
+    name_extents,
     settle,
     store_vector,
 )

@@ -32,6 +32,7 @@ from relayquant.codegen.kernels.emit import (
     emit_vector_loop,
     fold_lanes,
     load_vector,
+    name_extents,
     store_vector,
 )
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr
@@ -98,7 +99,7 @@ def make_row_norm(spec: RowNorm, name: str = "row_norm") -> PrimFunc:
 
     def body() -> None:
         width = spec.features
-        extents = [T.int64() if extent is None else extent for extent in spec.leading]
+        extents = name_extents(spec.leading)
         count = prod(extents)
 
         def declare(name: str, shape: list[Expr], size: Expr, dtype: str = "float32") -> Buffer:
@@ -123,7 +124,7 @@ def make_row_norm(spec: RowNorm, name: str = "row_norm") -> PrimFunc:
         if spec.rows is not None:
             outer = extents
             if spec.rows != spec.leading:
-                outer = [T.int64() if extent is None else extent for extent in spec.rows]
+                outer = name_extents(spec.rows)
             codes = declare("q", [*outer, width], count * width, "int8")
             scale = declare("scale", [*outer, 1], count)
         rows = Rows(spec, *map(view, (data, addend, weight, bias, total, result, codes, scale)))

@@ -37,6 +37,7 @@ from relayquant.codegen.kernels.emit import (
     emit_vector_loop,
     fold_lanes,
     load_vector,
+    name_extents,
     store_vector,
     vector,
 )
@@ -107,7 +108,7 @@ def make_softmax(spec: Softmax, name: str = "softmax", isa_lanes: int = 1) -> Pr
     """
 
     def body() -> None:
-        extents = [T.int64() if extent is None else extent for extent in spec.shape]
+        extents = name_extents(spec.shape)
         dtype = "float32" if spec.quantized is None else spec.quantized.out.dtype
         arguments = [
             T.arg("x", T.Buffer(tuple(extents), "float32")),

@@ -41,6 +41,7 @@ from relayquant.codegen.kernels.emit import (
     flat_view,
     import_code,
     load_vector,
+    name_extents,
     store_vector,
 )
 from relayquant.codegen.kernels.floating.silu import emit_silu
@@ -150,7 +151,7 @@ class TiledBf16:
     def declare(self) -> None:
         """Declare the arguments."""
         spec, plan = self.spec, self.plan
-        extents = [T.int64() if extent is None else extent for extent in spec.leading]
+        extents = name_extents(spec.leading)
         self.rows = prod(extents)
         count = plan.panels * plan.groups * self.lanes
         data = declare_argument("x", [*extents, spec.features], "float32")

@@ -22,7 +22,14 @@ import numpy as np
 from tvm.script.ir_builder import tirx as T
 
 from relayquant.base.packing import count_groups, unpack_codes
-from relayquant.codegen.kernels.emit import CACHE_LINE, ceil_div, constant, load_vector, vector
+from relayquant.codegen.kernels.emit import (
+    CACHE_LINE,
+    ceil_div,
+    constant,
+    load_vector,
+    name_extents,
+    vector,
+)
 from relayquant.codegen.kernels.grouped.dot import (
     SHORT_WORDS,
     WORD,
@@ -326,7 +333,7 @@ class Arguments:
 def declare_grouped(plan: GroupedPlan) -> Arguments:
     """Declare the arguments of `build_grouped_dense`."""
     spec = plan.spec
-    extents = [T.int64() if extent is None else extent for extent in spec.leading]
+    extents = name_extents(spec.leading)
     rows = prod(extents)
 
     def declare(name: str, width: int, dtype: str) -> tuple[Buffer, int]:

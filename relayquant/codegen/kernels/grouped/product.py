@@ -46,6 +46,7 @@ from relayquant.codegen.kernels.emit import (
     emit_sum,
     emit_vector_loop,
     load_vector,
+    name_extents,
     store_vector,
     vector,
 )
@@ -431,7 +432,7 @@ def build_grouped_take(spec: GroupedTake, isa: Isa) -> PrimFunc:
         dense = spec.dense
         plan = plan_grouped(dense, isa)
         lanes, count = plan.dot.lanes, plan.panels * plan.groups * plan.dot.lanes
-        extents = [T.int64() if extent is None else extent for extent in spec.leading]
+        extents = name_extents(spec.leading)
         rows = prod(extents)
         indices = T.arg("indices", T.Buffer(tuple(extents), spec.index_dtype))
         codes = T.arg("codes", T.Buffer((count * plan.vectors * WORD,), "uint8"))

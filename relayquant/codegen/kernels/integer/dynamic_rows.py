@@ -25,6 +25,7 @@ from relayquant.codegen.kernels.emit import (
     build_kernel,
     declare_argument,
     flat_view,
+    name_extents,
 )
 from relayquant.codegen.kernels.integer.conv_plan import (
     ConvPlan,
@@ -175,7 +176,7 @@ def emit_vector_rows(plan: RowsPlan, operands: Operands, rows: Expr) -> None:
 def declare_rows(plan: ConvPlan, leading: Sequence[int | None]) -> tuple[Expr, Operands]:
     """Declare the arguments: (number of rows, flat views); see `build_dense_rows`."""
     spec, epilogue = plan.spec, plan.spec.epilogue
-    extents = [T.int64() if extent is None else extent for extent in leading]
+    extents = name_extents(leading)
     rows = prod(extents)
 
     def declare(name: str, width: int, dtype: str) -> Buffer:

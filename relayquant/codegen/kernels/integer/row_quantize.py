@@ -25,6 +25,7 @@ from relayquant.codegen.kernels.emit import (
     emit_vector_loop,
     fold_lanes,
     load_vector,
+    name_extents,
     store_vector,
     vector,
 )
@@ -56,7 +57,7 @@ def build_quantize_rows(spec: RowQuantize) -> PrimFunc:
     """Make PrimFunc(x float32 (*leading, K), q int8 (*leading, K), scale float32 (*leading, 1))."""
 
     def body() -> None:
-        extents = [T.int64() if extent is None else extent for extent in spec.leading]
+        extents = name_extents(spec.leading)
         rows, width = prod(extents), spec.features
         arguments = [
             T.arg("x", T.Buffer((*extents, width), "float32")),
