@@ -442,10 +442,10 @@ def test_rank_tiles__splits_a_vector_product_into_chains():
 
 def test_merge_groups__fills_vectors():
     narrow = Conv2d(1, 8, 8, 128, 128, (3, 3), groups=32)  # 4 channels per group
-    assert merge_groups(narrow, VNNI512) == 4
-    assert merge_groups(narrow, AVX2) == 2
+    assert merge_groups(narrow, VNNI512.lanes, VNNI512.products) == 4
+    assert merge_groups(narrow, AVX2.lanes, AVX2.products) == 2
     wide = Conv2d(1, 8, 8, 128, 128, (3, 3), groups=4)
-    assert merge_groups(wide, VNNI512) == 1
+    assert merge_groups(wide, VNNI512.lanes, VNNI512.products) == 1
 
 
 def test_conv_plan__reads_in_place_when_it_can():

@@ -135,17 +135,17 @@ def can_delay(tile: Tile, words: int, tiles: int, isa: Isa) -> bool:
     return fits and words <= isa.timing.tiles.delayed_words and tiles > PREFETCH_TILES
 
 
-def merge_groups(spec: Conv2d, isa: Isa) -> int:
+def merge_groups(spec: Conv2d, lanes: int, products: int) -> int:
     """Choose how many neighbouring groups to compute as one, with zero weights between them.
 
     The number with the fewest dot products wins: merging lengthens the reduction, but fills the
-    channel vectors.
+    vectors of `lanes` channels. A step of the reduction multiplies `products` activations.
     """
 
     def cost(merged: int) -> tuple[int, int]:
-        vectors = ceil_div(merged * spec.out_channels // spec.groups, isa.lanes)
-        words = ceil_div(merged * spec.in_channels // spec.groups, isa.products)
-        return spec.groups // merged * vectors * words, -merged
+        vectors = ceil_div(merged * spec.group_out, lanes)
+        steps = ceil_div(merged * spec.group_in, products)
+        return spec.groups // merged * vectors * steps, -merged
 
     return min((d for d in range(1, spec.groups + 1) if spec.groups % d == 0), key=cost)
 
@@ -168,7 +168,7 @@ class ConvPlan:
 
     @cached_property
     def merged(self) -> int:
-        return merge_groups(self.spec, self.isa)
+        return merge_groups(self.spec, self.isa.lanes, self.isa.products)
 
     @cached_property
     def groups(self) -> int:

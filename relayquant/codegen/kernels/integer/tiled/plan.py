@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relayquant.codegen.kernels.emit import ceil_div
-from relayquant.codegen.kernels.integer.conv_plan import ConvPlan
+from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, merge_groups
 from relayquant.codegen.kernels.integer.specs import Tile
 from relayquant.codegen.kernels.isa.matrix_unit import Expr, MatrixUnit
 
@@ -91,14 +91,7 @@ class TiledPlan(ConvPlan):
     @cached_property
     def merged(self) -> int:
         """Neighbouring groups that are computed as one: as many as take the fewest products."""
-        spec = self.spec
-
-        def cost(merged: int) -> tuple[int, int]:
-            vectors = ceil_div(merged * spec.group_out, self.isa.lanes)
-            steps = ceil_div(merged * spec.group_in, self.row_values)
-            return spec.groups // merged * vectors * steps, -merged
-
-        return min((d for d in range(1, spec.groups + 1) if spec.groups % d == 0), key=cost)
+        return merge_groups(self.spec, self.isa.lanes, self.row_values)
 
     @property
     def is_chunked(self) -> bool:

@@ -10,7 +10,7 @@ their neighbours. Tiles that are too few for a block of sums form blocks of one 
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from tvm.script.ir_builder import tirx as T
 
@@ -21,7 +21,6 @@ from relayquant.codegen.kernels.emit import (
     ceil_div,
     settle,
 )
-from relayquant.codegen.kernels.integer.conv_plan import ConvPlan
 from relayquant.codegen.kernels.integer.operands import (
     Image,
     Operands,
@@ -60,9 +59,7 @@ def plan_tiled_rows(spec: Conv2d, isa: Isa) -> TiledPlan | None:
     isa = isa.for_activations(spec.in_dtype)
     if isa.unit is None:
         return None
-    plan = ConvPlan(spec, isa)
-    own = {each.name: getattr(plan, each.name) for each in fields(ConvPlan)}
-    return TiledPlan(**own, rows=TileRows.MATRIX, is_shared=True)
+    return TiledPlan(spec, isa, rows=TileRows.MATRIX, is_shared=True)
 
 
 def emit_tiled_rows(
