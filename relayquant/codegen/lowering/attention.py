@@ -35,6 +35,7 @@ from relayquant.codegen.lowering.engine import (
     lower_functions,
 )
 from relayquant.codegen.lowering.grouped_results import counts_many_rows
+from relayquant.codegen.lowering.kernel_call import find_known
 from relayquant.ir.rewrite.expressions import op_name
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule
@@ -86,7 +87,7 @@ def read_extents(rows: relax.Expr) -> tuple[int | None, int | None, int, int] | 
     shape = tensor_shape(rows)
     if shape is None:
         return Skip("the shape of the rows is not known")
-    batch, count, heads, width = (size if isinstance(size, int) else None for size in shape)
+    batch, count, heads, width = find_known(shape)
     if not heads or not width:
         return Skip("the heads or the width of a head are symbolic")
     return batch, count, heads, width

@@ -47,6 +47,7 @@ from relayquant.codegen.lowering.grouped_results import (
     follow_product,
     follow_sum,
 )
+from relayquant.codegen.lowering.kernel_call import find_known
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule
 
@@ -116,7 +117,7 @@ def lower_rows(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
     shape = tensor_shape(data)
     if shape is None or isinstance(shape[-1], str):
         return Skip("the length of a row is symbolic")
-    spec = RowQuantize(read_leading(shape[:-1]), int(shape[-1]))
+    spec = RowQuantize(find_known(shape[:-1]), int(shape[-1]))
     return Lowered(
         (var,), Kernel("quantize_rows", spec, lambda: build_quantize_rows(spec)), (data,)
     )
@@ -138,7 +139,7 @@ def lower_dense(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
     if scales is None:
         return Skip("the shape of the scales of the data is not known")
     has_group_scales = not is_float and scales[-1] != 1
-    spec = replace(spec, leading=read_leading(shape[:-1]), group_scales=has_group_scales)
+    spec = replace(spec, leading=find_known(shape[:-1]), group_scales=has_group_scales)
     wide = find_rounded_rows(context, data, data_scale)
     if wide is not None:
         can_gate = spec.units % (2 * TILES_BF16.lanes) == 0
@@ -182,7 +183,7 @@ def lower_take(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
     dense = read_weight(call, weight, context.is_float)
     if isinstance(dense, Skip) or shape is None:
         return dense if isinstance(dense, Skip) else Skip("the shape of indices is not known")
-    spec = GroupedTake(read_leading(shape), tensor_dtype(indices), dense)
+    spec = GroupedTake(find_known(shape), tensor_dtype(indices), dense)
     kernel = Kernel("grouped_take", spec, lambda: build_grouped_take(spec, context.isa))
     return Lowered((var,), kernel, (indices, *context.pack(dense, weight)))
 
@@ -207,11 +208,6 @@ def read_weight(call: Call, weight: list[Any], is_float: bool) -> GroupedDense |
         str(zeros.dtype) if zeros.ndim else "",
         str(np.dtype(scale.dtype)),
     )
-
-
-def read_leading(shape: tuple[int | str, ...]) -> tuple[int | None, ...]:
-    """Convert extents to the form that kernels take: None for an extent known only at run time."""
-    return tuple(None if isinstance(extent, str) else extent for extent in shape)
 
 
 GROUPED_RULES: tuple[KernelRule[GroupedBlock], ...] = (

@@ -24,6 +24,7 @@ from relayquant.codegen.lowering.engine import (
     Lowered,
     lower_functions,
 )
+from relayquant.codegen.lowering.kernel_call import find_known
 from relayquant.ir.dialect.qnn.recurrent import CELLS, is_left_out
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule
@@ -68,7 +69,7 @@ class RecurrentCall:
         for name, operand in others.items():
             if operand.ty.ndim == 0:
                 return Skip(f"operand {name!r} is one number for all samples")
-        steps, batch = (size if isinstance(size, int) else None for size in shape[:2])
+        steps, batch = find_known(shape[:2])
         spec = Recurrence(
             cell,
             steps,

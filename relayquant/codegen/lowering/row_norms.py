@@ -24,7 +24,7 @@ from relayquant.codegen.lowering.engine import (
     Lowered,
     lower_functions,
 )
-from relayquant.codegen.lowering.grouped import read_leading
+from relayquant.codegen.lowering.kernel_call import find_known
 from relayquant.ir.rewrite.expressions import (
     is_float32,
     op_name,
@@ -254,7 +254,7 @@ def list_leading(data: relax.Expr) -> tuple[int | None, ...]:
 
     None for an extent known only at run time.
     """
-    return read_leading((tensor_shape(data) or ())[:-1])
+    return find_known((tensor_shape(data) or ())[:-1])
 
 
 def read_vector(factor: relax.Expr, features: int) -> relax.Expr | None:

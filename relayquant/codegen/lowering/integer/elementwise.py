@@ -161,7 +161,7 @@ def lower_softmax(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     shape = tensor_shape(data)
     if not shape or 0 in shape or tensor_dtype(data) != "float32":
         return Skip("not float32 of known rank")
-    extents = tuple(None if isinstance(extent, str) else int(extent) for extent in shape)
+    extents = find_known(shape)
     axis = int(context.call(vars_[-1]).attrs.axis) % len(extents)
     if axis != len(extents) - 1:
         return Skip("not along the last axis")

@@ -306,7 +306,7 @@ def lower_dense(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     packed = product.pack(Constants(linear.weight, chain.offsets, chain.multiplier))
     operands = (linear.call.args[0], *packed.arguments(), *chain.residuals)
     if linear.is_symbolic:
-        leading = [None if isinstance(n, str) else n for n in tensor_shape(operands[0]) or ()][:-1]
+        leading = find_known((tensor_shape(operands[0]) or ())[:-1])
         build = partial(product.build, "qnn_dense", leading)
     else:
         out_shape = (*linear.shape[:-1], units)
