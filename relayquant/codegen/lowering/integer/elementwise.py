@@ -136,9 +136,7 @@ def read_quantize(
         return Skip("not float32 with one constant scale")
     if str(call.attrs.rounding) != "TONEAREST_EVEN" or tensor_dtype(var) == "int32":
         return Skip("the rounding is not TONEAREST_EVEN, or the result is int32")
-    vars_, out = absorb_clip(
-        context, var, Epilogue(Store.REQUANTIZE, tensor_dtype(var), int(numbers[1]))
-    )
+    vars_, out = absorb_clip(context, var, numbers[1])
     static = tuple(1 if isinstance(extent, str) else int(extent) for extent in shape)
     return vars_, Quantize(static, numbers[0], out, context.isa.has_fma)
 
@@ -215,9 +213,7 @@ def lower_channel_scales(context: KernelContext, var: relax.Var) -> Lowered | Sk
             return Skip(
                 "the result has several scales or is int32, or the arithmetic is not the default"
             )
-        vars_, out = absorb_clip(
-            context, var, Epilogue(Store.REQUANTIZE, tensor_dtype(var), int(numbers[1]))
-        )
+        vars_, out = absorb_clip(context, var, numbers[1])
         factors = multiplier(scale, numbers[0])
     spec = ScaleChannels(shape[1], axis, dtype, int(zero_points.flat[0]), out)
     build, operands = partial(build_scale_channels, spec), (call.args[0], factors)
@@ -234,7 +230,7 @@ def lower_requantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     if dtype == "int32" or tensor_dtype(call.args[0]) == "int64":
         return Skip(f"{tensor_dtype(call.args[0])} to {dtype}")
     s_in, z_in, s_out, z_out = numbers
-    vars_, out = absorb_clip(context, var, Epilogue(Store.REQUANTIZE, dtype, int(z_out)))
+    vars_, out = absorb_clip(context, var, z_out)
     data = Space(tensor_dtype(call.args[0]), int(z_in), float(multiplier(s_in, s_out)))
     spec = Requantize(shape[1], data, out)
     return call_built(vars_, partial(build_requantize, spec), (call.args[0],), shape[0])
@@ -263,7 +259,7 @@ def lower_binary(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     if broadcast_view(shape, rhs_shape) is None:
         return Skip("the second operand is broadcast along separate axes")
     ls, lz, rs, rz, os, oz = numbers
-    vars_, out = absorb_clip(context, var, Epilogue(Store.REQUANTIZE, dtype, int(oz)))
+    vars_, out = absorb_clip(context, var, oz)
     dtypes = tensor_dtype(lhs), tensor_dtype(rhs)
     batched = (0, 1, 2) if rhs_symbolic else (0, 2)
     if op == "relax.qnn.mul":
@@ -307,9 +303,7 @@ def lower_concatenate(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     symbolic = {shape[0] for shape in shapes if shape is not None}
     if symbolic == {True, False} or (symbolic == {True} and axis == 0):
         return Skip("operands are joined along a symbolic batch")
-    vars_, out = absorb_clip(
-        context, var, Epilogue(Store.REQUANTIZE, tensor_dtype(var), int(out_zero))
-    )
+    vars_, out = absorb_clip(context, var, out_zero)
     data = tuple(
         Space(tensor_dtype(part), int(zero), float(multiplier(scale, out_scale)))
         for part, scale, zero in zip(parts, numbers[:count], numbers[count:-2], strict=True)
@@ -373,9 +367,7 @@ def lower_average(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     if not is_activation(call.args[0]) or not is_activation(var):
         return Skip("not data of 8 or 16 bits")
     s_in, z_in, s_out, z_out = numbers
-    vars_, out = absorb_clip(
-        context, var, Epilogue(Store.REQUANTIZE, tensor_dtype(var), int(z_out))
-    )
+    vars_, out = absorb_clip(context, var, z_out)
     data = Space(tensor_dtype(call.args[0]), int(z_in), float(multiplier(s_in, s_out)))
     if op == "relax.qnn.mean":
         rank = len(shape[1])

@@ -208,9 +208,10 @@ def follow_product(
 
 
 def absorb_clip(
-    context: KernelContext, var: relax.Var, epilogue: Epilogue
+    context: KernelContext, var: relax.Var, zero_point: float
 ) -> tuple[tuple[relax.Var, ...], Epilogue]:
-    """Turn a clip after `var` into bounds of the epilogue. Returns (values, epilogue)."""
+    """Return `var` and a clip after it, and the epilogue that requantizes to them."""
+    epilogue = Epilogue(Store.REQUANTIZE, tensor_dtype(var), int(zero_point))
     chain = IntegerEpilogueChain((var,), var.ty.ndim - 1, 1, epilogue=epilogue)
     chain = follow_epilogue(context.graph, chain, CLIP_TAKES, on_skip=context.on_skip).bounded()
     return chain.vars, chain.epilogue
