@@ -103,14 +103,6 @@ def is_one_block(mod: IRModule) -> bool:
     return isinstance(body.blocks[0], relax.DataflowBlock)
 
 
-def find_axes(match: Match, expr: relax.Expr) -> list[int]:
-    """Return the axes of the permute_dims bound to `expr`, non-negative."""
-    call = match.graph.call_of(expr)
-    if call is None:
-        raise ValueError(f"no permute_dims at {match.name!r}")
-    return read_axes(call)
-
-
 def _transpose_of_constant() -> Rule:
     """Fold permute_dims(constant) -> constant."""
     data = wildcard()
@@ -120,7 +112,7 @@ def _transpose_of_constant() -> Rule:
         value = constant_value(match.parts["data"])
         if value is None:
             return Skip("the operand is not a constant")
-        permuted = np.ascontiguousarray(value.transpose(find_axes(match, match.root)))
+        permuted = np.ascontiguousarray(value.transpose(read_axes(match.graph.values[match.root])))
         return relax.const(permuted, tensor_dtype(match.root))
 
     return Rule("transpose of constant", pattern, rewrite)
@@ -146,7 +138,7 @@ def merge_transposes(
     _emitter: Emitter, match: Match, value: relax.Expr, axes: list[int]
 ) -> relax.Expr:
     """Merge permute_dims(permute_dims(x)) -> permute_dims(x), or x."""
-    order = [axes[axis] for axis in find_axes(match, match.root)]
+    order = [axes[axis] for axis in read_axes(match.graph.values[match.root])]
     return value if order == sorted(order) else relax.op.permute_dims(value, order)
 
 
@@ -189,7 +181,7 @@ def _transpose_of_resize() -> Rule:
         if not match.graph.has_one_user(match.parts["resized"]):
             return Skip("the images are read in both layouts")
         before, after = (np.prod(each[1:]) for each in sizes if each)
-        axes = find_axes(match, match.root)
+        axes = read_axes(match.graph.values[match.root])
         layout = "".join(str(call.attrs.layout)[axis] for axis in axes)
         if before >= after or layout not in RESIZE_LAYOUTS:
             return Skip("there are not more pixels, or no resize has the layout")
@@ -208,7 +200,7 @@ def _transpose_of_unit_axes() -> Rule:
         shape = tensor_shape(match.parts["data"])
         if shape is None:
             return Skip("the shape is unknown")
-        axes = find_axes(match, match.root)
+        axes = read_axes(match.graph.values[match.root])
         order = [axis for axis in axes if shape[axis] != 1]
         if order != sorted(order):
             return Skip("axes longer than 1 change places")
