@@ -20,8 +20,8 @@ from relayquant.ir.dialect.qnn import OPERATORS
 # TVM keeps its registrations when this module is imported a second time.
 register_operators(OPERATORS)
 
-# An exception keeps its Python type across a C++ frame of TVM only if the type is registered. Ctrl-C
-# in a pass written in Python would be a RuntimeError without a text.
+# An exception keeps its Python type across a C++ frame of TVM only if the type is registered.
+# Ctrl-C in a pass written in Python would be a RuntimeError without a text.
 for _error in (QnnError, KeyboardInterrupt, SystemExit):
     tvm_ffi.register_error(_error.__name__, _error)
 

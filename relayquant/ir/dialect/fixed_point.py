@@ -220,5 +220,7 @@ def fused_multiply_add_tir(a: PrimExpr, b: PrimExpr, c: PrimExpr) -> PrimExpr:
 
     On targets without a fused multiply-add, LLVM calls `fmaf` of the C library, which rounds once
     too.
+    c is fenced: if b is 1, LLVM makes a sum of it, and would contract a product c with that.
     """
-    return tirx.call_llvm_pure_intrin("float32", "llvm.fma", a, b, c)
+    fenced = tirx.call_llvm_pure_intrin("float32", "llvm.arithmetic.fence", c)
+    return tirx.call_llvm_pure_intrin("float32", "llvm.fma", a, b, fenced)

@@ -26,7 +26,7 @@ from tvm.script.ir_builder import tirx as T
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.codegen.kernels.curve import Curve, keep
 from relayquant.codegen.kernels.emit import constant, vector
-from relayquant.codegen.kernels.isa.base import Expr
+from relayquant.codegen.kernels.isa.base import Expr, fence
 
 #: 1.5 * 2**23: float32 numbers from 2**23 to 2**24 are the integers.
 ROUNDING_MAGIC = 12582912.0
@@ -176,9 +176,13 @@ def has_small_multipliers(multiplier: NDArray[np.float32], residual: Residual | 
 
 
 def emit_fma(a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
-    """Compute a * b + c in float32 with one rounding, if needed by a library call."""
+    """Compute a * b + c in float32 with one rounding, if needed by a library call.
+
+    c is fenced: if b is 1, LLVM makes a sum of it, and would contract a product c with that.
+    """
     suffix = "f32" if lanes == 1 else f"v{lanes}f32"
-    return T.call_llvm_pure_intrin(f"llvm.fma.{suffix}", a, b, c, dtype=vector("float32", lanes))
+    name, dtype = f"llvm.fma.{suffix}", vector("float32", lanes)
+    return T.call_llvm_pure_intrin(name, a, b, fence(c, lanes), dtype=dtype)
 
 
 def emit_round_clamp(
