@@ -535,6 +535,18 @@ COMPOSED = {
     "rrelu": (lambda x: functional.rrelu(x, 0.1, 0.3), (REALS,)),
     "searchsorted": (torch.searchsorted, (BORDERS, REALS)),
     "searchsorted, right": (lambda s, x: torch.searchsorted(s, x, side="right"), (BORDERS, REALS)),
+    "sort, stable": (
+        lambda x: x.sort(dim=1, stable=True).indices,
+        (torch.tensor([[3.0, 1, 3, 1, 2]] * 2),),
+    ),
+    "sort, stable, descending": (
+        lambda x: torch.sort(x, stable=True, dim=0, descending=True).indices,
+        (torch.tensor([[3, 1], [3, 2], [1, 2], [3, 1]]),),
+    ),
+    "sort, stable, values": (
+        lambda x: x.sort(stable=True, descending=True).values,
+        (torch.tensor([[3.0, 1, 3, 1, 2]]),),
+    ),
     "searchsorted of number": (lambda s: torch.searchsorted(s, 0.3, out_int32=True), (BORDERS,)),
     "searchsorted of double": (lambda s: torch.searchsorted(s, 0.3), (BORDERS.double(),)),
     "searchsorted of int": (lambda s: torch.searchsorted(s, 3.5), (torch.tensor([1, 3, 5]),)),

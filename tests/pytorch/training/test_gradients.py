@@ -51,7 +51,7 @@ CHOICES = {
     "entropy": lambda x: torch.xlogy(x.abs(), x.abs()),
     "product with a logarithm": lambda x: torch.xlogy(x.abs(), torch.tensor([0.0, 1, 2, 3])),
     "cross entropy": lambda x: F.kl_div(x, x.abs(), reduction="none"),
-    "sorted": lambda x: x.sort(1).values,
+    "sorted": lambda x: x.sort(dim=1, stable=True).values,
 }
 FUNCTIONS = {
     "softplus": F.softplus,

@@ -467,6 +467,11 @@ def write_searchsorted(
     return is_before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
 
 
+def write_sort(data: Any, *, stable: bool | None, dim: int = -1, descending: bool = False) -> Any:
+    """Write a stable sort as a sort: TVM's keeps the order of equal elements, too."""
+    return data.sort(dim, descending)
+
+
 def write_any(data: Any) -> Any:
     """Write any as: the count of non-zero elements is more than 0. Bytes give bytes, as in
     PyTorch.
@@ -621,6 +626,7 @@ COMPOSITES: dict[str, Composite] = {
     "scalar_tensor.default": write_scalar_tensor,
     "searchsorted.Tensor": write_searchsorted,
     "searchsorted.Scalar": write_searchsorted,
+    "sort.stable": write_sort,
     "sinc.default": write_sinc,
     "_trilinear.default": write_trilinear,
     "unfold.default": write_unfold,
