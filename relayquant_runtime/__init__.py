@@ -264,8 +264,10 @@ def advise(given: np.ndarray, fault: ArgumentError) -> str:
 
 def load_runtime(bundle: Bundle) -> Any:
     """The module tvm_ffi, with TVM's runtime loaded into the process: that of the package
-    apache-tvm if it is installed, else that of the first bundle. A second copy of it registers
-    what the first one has, which ends the process.
+    apache-tvm if it is installed, else that of the first bundle.
+
+    Later bundles use the same one. A second copy would register the same names again, and TVM would
+    end the process.
     """
     ffi = import_ffi()
     if "tvm" in sys.modules:

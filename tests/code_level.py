@@ -19,9 +19,10 @@ _is_quick = False
 
 
 def choose_level(test: pytest.Item) -> None:
-    """What the test compiles from here on is compiled at level 0, which gives the same values in
-    less time; at the level of users in one test of six, chosen by name, and in those that are
-    marked `optimized`, whose code or speed is under test. A level that the target names stays.
+    """What the test compiles from here on is compiled at level 0, which takes less time and gives
+    the same values, unless LLVM rounds less often at a higher one. One test of six, chosen by name,
+    is compiled at the level of users, and so are those that are marked `optimized`: their code,
+    roundings or speed are under test. A level that the target names stays.
     """
     global _is_quick
     is_sample = zlib.crc32(test.nodeid.encode()) % SAMPLE == 0

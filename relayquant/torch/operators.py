@@ -413,7 +413,7 @@ FORMS_AT_TIES: Mapping[tuple[str, str], Callable[[list[Any], Any], Tensor]] = {
 
 
 def find_form(operator: str, source: str) -> Callable[[list[Any], Any], Any] | None:
-    """Return the torch form of an operator, or None if it has none.
+    """Return the function that computes an operator on PyTorch's tensors. None: there is none.
 
     Args:
         operator: Its name, without "relax.".

@@ -1,8 +1,8 @@
 """Dialect: importing this package makes TVM know the `relax.qnn.*` operators.
 
-Beside them only exceptions are registered at import. TVM has no other way to learn of an operator.
-A process must import this package before it compiles, prints, parses or loads a module with these
-operators.
+Besides the operators, only types of exceptions are registered at import. TVM has no other way to
+learn of an operator. A process must import this package before it compiles, prints, parses or loads
+a module with these operators.
 """
 
 from __future__ import annotations

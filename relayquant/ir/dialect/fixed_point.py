@@ -219,8 +219,8 @@ def fused_multiply_add_tir(a: PrimExpr, b: PrimExpr, c: PrimExpr) -> PrimExpr:
     """Compute a * b + c of float32 expressions with one rounding.
 
     On targets without a fused multiply-add, LLVM calls `fmaf` of the C library, which rounds once
-    too.
-    c is fenced: if b is 1, LLVM makes a sum of it, and would contract a product c with that.
+    too. c is fenced: if b is 1, LLVM makes a sum of it, and would contract a product c with that
+    sum.
     """
     fenced = tirx.call_llvm_pure_intrin("float32", "llvm.arithmetic.fence", c)
     return tirx.call_llvm_pure_intrin("float32", "llvm.fma", a, b, fenced)

@@ -114,9 +114,9 @@ def test_linear_resize__agrees_with_onnx(name: str, mode: str, layout: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_read_rows__no_task_reads_more(mode: str) -> None:
-    """The kernel's memory has so many rows. The tasks are those of `emit_planes`.
+    """`read_rows` sizes the kernel's memory, so that no task of `emit_planes` may read more rows.
 
-    With some of these sizes only the last one, which is moved back, reads as many.
+    The last task is moved back. With some of these sizes only that one reads as many.
     """
     for size, result in [(size, result) for size in range(1, 40) for result in range(40, 60)]:
         rows = ResizedAxis(size, result, mode)

@@ -69,7 +69,7 @@ def test_quantize__names_the_operator_and_its_largest_constant(value, effort):
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("size", [1e19, 1e25, 1e32])
 def test_quantize__data_too_large_gives_no_other_warning(size):
-    """One error says what is wrong; numpy's warnings beside it say nothing of the data."""
+    """The user sees one error about the data, and none of numpy's warnings about overflow."""
     mod = residual_model()
     data = [{"x": batch["x"] * np.float32(size)} for batch in draw_batches(mod, 6)]
     with pytest.raises(rq.DataError, match=r"squares pass what float32 holds.*largest value of"):

@@ -178,7 +178,7 @@ def has_small_multipliers(multiplier: NDArray[np.float32], residual: Residual | 
 def emit_fma(a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
     """Compute a * b + c in float32 with one rounding, if needed by a library call.
 
-    c is fenced: if b is 1, LLVM makes a sum of it, and would contract a product c with that.
+    c is fenced: if b is 1, LLVM makes a sum of it, and would contract a product c with that sum.
     """
     suffix = "f32" if lanes == 1 else f"v{lanes}f32"
     name, dtype = f"llvm.fma.{suffix}", vector("float32", lanes)
