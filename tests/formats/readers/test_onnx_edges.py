@@ -228,6 +228,8 @@ EMPTY = np.ones((0, 3), FLOAT)
         ("Flatten", {"axis": 1}, []),
         ("Flatten", {"axis": 0}, []),
         ("Flatten", {"axis": -1}, []),
+        ("Trilu", {}, []),
+        ("Trilu", {"upper": 0}, [np.array(1)]),
     ],
 )
 def test_size_0__of_an_input_stays_0(op, attributes, others):

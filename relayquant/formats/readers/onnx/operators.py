@@ -81,6 +81,7 @@ from relayquant.formats.readers.onnx.sizes import (
     convert_flatten,
     convert_reshape,
     convert_split,
+    convert_trilu,
     limit_range,
     read_sizes,
 )
@@ -296,4 +297,5 @@ OPERATORS: dict[str, Convert] = {
     "Softmax": functools.partial(sum_in_float32, "Softmax"),
     "Sum": functools.partial(_fold_pairs, relax.op.add),
     "Tile": convert_tile,
+    "Trilu": convert_trilu,
 }

@@ -185,6 +185,13 @@ def convert_flatten(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> 
     return relax.op.zeros(sizes, tensor_dtype(inputs[0]))
 
 
+def convert_trilu(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr | None:
+    """Convert Trilu of data without elements, which stays as it is: TVM gives no type to its mask.
+    Other data is left to TVM.
+    """
+    return inputs[0] if 0 in known_shape(inputs[0]) else None
+
+
 def slice_value(bb: Builder, inputs: Sequence[Any]) -> Any:
     """Convert Slice. Run-time bounds or steps become one R.take per axis, with the indices begin +
     step * (0 ... count - 1). `slice_by_sizes` handles constants and symbolic sizes.

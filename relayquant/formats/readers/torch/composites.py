@@ -467,8 +467,10 @@ def write_searchsorted(
     return is_before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
 
 
-def write_sort(data: Any, *, stable: bool | None, dim: int = -1, descending: bool = False) -> Any:
-    """Write a stable sort as a sort: TVM's keeps the order of equal elements, too."""
+def write_sort(data: Any, *, dim: int = -1, descending: bool = False, **_: Any) -> Any:
+    """Write a sort with the keyword `stable` as one without: TVM's keeps the order of equal
+    elements.
+    """
     return data.sort(dim, descending)
 
 
