@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +21,23 @@ def test_until__tests_that_would_begin_later_are_skipped_and_counted(seconds, ou
     assert run.returncode == 0, run.stdout
     assert outcome in run.stdout
     assert ("1 tests did not run: no time left" in run.stdout) is (seconds < 0)
+
+
+@pytest.mark.slow
+def test_until__begins_at_another_file_each_time():
+    """On slow machines the last tests do not run: those are not the same ones in every run."""
+
+    def list_files(until: float) -> list[str]:
+        options = ["-q", "-p", "no:cacheprovider", "--collect-only", f"--until={until}"]
+        command = [sys.executable, "-m", "pytest", *options, "-o", "addopts=", "tests/config"]
+        folder = Path(__file__).parents[1]
+        run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+        return list(dict.fromkeys(re.findall(r"^(tests/\S+\.py)::", run.stdout, re.MULTILINE)))
+
+    now = int(time.time()) + 600
+    orders = [list_files(now + at) for at in range(3)]
+    assert len({order[0] for order in orders}) == 3
+    assert len({frozenset(order) for order in orders}) == 1
 
 
 @pytest.mark.slow
