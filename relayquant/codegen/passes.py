@@ -46,6 +46,7 @@ from relayquant.codegen.tuning.tuner import (
 )
 from relayquant.config import Precision
 from relayquant.ir.float_precision import find_float_precision
+from relayquant.ir.fourier import write_products
 from relayquant.ir.rewrite.casts import beside_casts
 
 
@@ -72,7 +73,7 @@ def make_pipeline(
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         bf16 = select(find_float_precision(mod)) if precision is None else chosen
-        mod = settle_inner_sizes(mod)
+        mod = settle_inner_sizes(write_products(mod))
         checks = find_shape_checks(mod)
         if has_integer_main(mod):
             mod = split_int64_sums(subtract_zero_points(mod))

@@ -391,6 +391,18 @@ class Torch:
         return data.mean(tuple(axes), keepdim=True)
 
 
+def transform(args: list[Any], attrs: Any) -> Tensor:
+    """Compute `qnn.dft` on (..., n, p)."""
+    (data,), length = args, int(attrs.length)
+    numbers = torch.view_as_complex(data.contiguous()) if data.shape[-1] == 2 else data[..., 0]
+    if attrs.inverse and attrs.onesided:
+        return torch.fft.irfft(numbers, length)[..., None]
+    found = (torch.fft.ifft if attrs.inverse else torch.fft.fft)(numbers, length)
+    if attrs.onesided:
+        found = found[..., : length // 2 + 1]
+    return torch.view_as_real(found.resolve_conj())
+
+
 #: Names of PyTorch's operators with a bound at which the gradient is 1; hardtanh has 0 there.
 CLAMPS = tuple(f"aten.{name}" for name in ("clamp", "clamp_min", "clamp_max", "clip"))
 #: (operator, PyTorch's operator that it was made of) -> its form. Those operators have different
@@ -421,7 +433,8 @@ def find_form(operator: str, source: str) -> Callable[[list[Any], Any], Any] | N
     """
     packet = source.rpartition(".")[0]
     tied = (FORMS_AT_TIES.get((operator, name)) for name in (source, packet))
-    return next(filter(None, tied), None) or TORCH_OPERATORS.get(operator)
+    forms = (*tied, TORCH_OPERATORS.get(operator), DIALECT_OPERATORS.get(operator))
+    return next(filter(None, forms), None)
 
 
 def follow_clamps(
@@ -455,3 +468,6 @@ TRAINED_ROWS: Mapping[str, Row] = {row.name: row for row in ROWS if not row.is_r
 TORCH_OPERATORS: Mapping[str, Callable[[list[Any], Any], Any]] = bind_rows(
     TRAINED_ROWS.values(), Torch()
 )
+
+#: The same for operators of the dialect on real numbers.
+DIALECT_OPERATORS: Mapping[str, Callable[[list[Any], Any], Any]] = {"qnn.dft": transform}

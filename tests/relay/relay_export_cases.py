@@ -255,6 +255,7 @@ FLOAT = {
     "matmul, three axes": lambda x: relax.op.matmul(x, relax.const(floats(6, 5))),
     "matmul, computed": lambda x: relax.op.matmul(x, x),
     "strided_slice": lambda x: relax.op.strided_slice(x, [2], [-4], [9], [2]),
+    "flip": lambda x: relax.op.flip(x, 2),
     "split": lambda x: relax.op.split(x, 3, 1),
     "expand_dims": lambda x: relax.op.expand_dims(x, [0, 3]),
     "softmax": lambda x: relax.op.nn.softmax(x, 1),

@@ -134,9 +134,9 @@ def test_operators__each_is_written():
     """All that a quantized module may hold, but what is refused by name."""
     integer = {name for name, stages in LEGAL_STAGES.items() if Stage.QNN in stages}
     # Weights of few bits in groups, and what reads them, are refused: there is no such operator.
-    # So are recurrent layers, and attention over a cache.
-    refused = ("grouped_dense", "grouped_take", "quantize_rows", "lstm", "gru", "rnn")
-    assert integer - set(EXPORTS) == ATTENTION_OPERATORS | {f"relax.qnn.{n}" for n in refused}
+    # So are recurrent layers, and attention over a cache. Transforms are written as products.
+    others = ("grouped_dense", "grouped_take", "quantize_rows", "lstm", "gru", "rnn", "dft")
+    assert integer - set(EXPORTS) == ATTENTION_OPERATORS | {f"relax.qnn.{n}" for n in others}
 
 
 def test_recurrent__says_what_to_do(tmp_path):

@@ -31,11 +31,11 @@ from relayquant.codegen.lowering.engine import (
     Kernel,
     KernelRule,
     Lowered,
-    list_calls,
     lower_functions,
 )
 from relayquant.codegen.lowering.grouped_results import counts_many_rows
 from relayquant.codegen.lowering.kernel_call import find_known
+from relayquant.ir.dialect.legality import list_calls
 from relayquant.ir.rewrite.expressions import op_name
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule

@@ -26,7 +26,7 @@ from relayquant.codegen.kernels.expansion import Expanded
 from relayquant.codegen.kernels.in_place import can_overwrite, overwrite_operand
 from relayquant.codegen.library.expanded_weights import call_expansion
 from relayquant.ir.dialect.cost import MACS_ATTR, count_macs
-from relayquant.ir.dialect.legality import iterate_bindings
+from relayquant.ir.dialect.legality import list_calls
 from relayquant.ir.dialect.loops import OPAQUE
 from relayquant.ir.rewrite.expressions import FunctionGraph, list_reads, op_name
 from relayquant.ir.rewrite.function import add_functions
@@ -282,12 +282,6 @@ def lower_functions(
     mod = relax.transform.Normalize()(table.builder.get())
     relax.analysis.well_formed(mod)
     return mod
-
-
-def list_calls(mod: IRModule) -> list[Call]:
-    """List the calls of all Relax functions, also in branches."""
-    bindings = (each for func in mod.functions.values() for each in iterate_bindings(func))
-    return [each.value for each in bindings if isinstance(each.value, Call)]
 
 
 def drop_unread(bindings: Sequence[relax.Binding]) -> list[relax.Binding]:

@@ -38,7 +38,6 @@ from relayquant.codegen.lowering.engine import (
     Kernel,
     KernelRule,
     Lowered,
-    list_calls,
     lower_functions,
 )
 from relayquant.codegen.lowering.grouped_results import (
@@ -48,6 +47,7 @@ from relayquant.codegen.lowering.grouped_results import (
     follow_sum,
 )
 from relayquant.codegen.lowering.kernel_call import find_known
+from relayquant.ir.dialect.legality import list_calls
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule
 

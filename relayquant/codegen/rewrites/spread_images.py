@@ -18,7 +18,7 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.codegen.legalization.resizing import SPREAD
-from relayquant.codegen.lowering.engine import list_calls
+from relayquant.ir.dialect.legality import list_calls
 from relayquant.ir.rewrite.expressions import list_bindings, op_name, shape_of
 from relayquant.ir.rewrite.function import mutate_functions
 from relayquant.ir.rewrite.graph import constant_value

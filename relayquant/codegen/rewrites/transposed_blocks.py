@@ -17,10 +17,11 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.codegen.kernels.windows import PixelBlocks, make_blocks
-from relayquant.codegen.lowering.engine import list_calls, mark_kernel
+from relayquant.codegen.lowering.engine import mark_kernel
 from relayquant.codegen.lowering.floating import CONV_LAYOUT, CONV_TRANSPOSE_LAYOUT
 from relayquant.codegen.lowering.integer.linear import order_transposed_weight
 from relayquant.ir.dialect import qnn
+from relayquant.ir.dialect.legality import list_calls
 from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.expressions import op_name, shape_of
 from relayquant.ir.rewrite.function import mutate_functions

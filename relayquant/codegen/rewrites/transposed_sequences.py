@@ -12,7 +12,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.codegen.lowering.engine import list_calls
+from relayquant.ir.dialect.legality import list_calls
 from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.expressions import is_float32, op_name
 from relayquant.ir.rewrite.function import mutate_functions

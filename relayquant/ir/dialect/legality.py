@@ -15,7 +15,7 @@ from tvm import relax
 from tvm.ir import Call, Op
 
 from relayquant.errors import ModelError
-from relayquant.ir.dialect.qnn import OPERATORS, attention, grouped, recurrent
+from relayquant.ir.dialect.qnn import OPERATORS, attention, fourier, grouped, recurrent
 
 
 class Stage(enum.Enum):
@@ -32,6 +32,9 @@ _SIMULATED_ONLY = frozenset({Stage.SIMULATED})
 _NOT_FLOAT = frozenset(Stage) - {Stage.FLOAT}
 _INTEGER = frozenset({Stage.QNN, Stage.LOWERED})
 
+#: Operators on real data.
+REAL = attention.ATTENTION_OPERATORS | fourier.FOURIER_OPERATORS
+
 #: Operator name -> stages at which the operator is allowed. All other operators are allowed
 #: everywhere.
 LEGAL_STAGES: dict[str, frozenset[Stage]] = {
@@ -42,7 +45,7 @@ LEGAL_STAGES: dict[str, frozenset[Stage]] = {
     **{operator.full_name: frozenset(Stage) for operator in grouped.OPERATORS},
     # recurrent layers: float with a float32 weight
     **{operator.full_name: frozenset(Stage) for operator in recurrent.OPERATORS},
-    **dict.fromkeys(attention.ATTENTION_OPERATORS, frozenset(Stage)),
+    **dict.fromkeys(REAL, frozenset(Stage)),
     "relax.qnn.simulated_quantize": _SIMULATED_ONLY,
     "relax.qnn.simulated_dequantize": _SIMULATED_ONLY,
 }
@@ -50,8 +53,7 @@ LEGAL_STAGES: dict[str, frozenset[Stage]] = {
 
 def is_integer_operator(name: str) -> bool:
     """Whether an operator with this name shows that a module is quantized."""
-    real = recurrent.RECURRENT_OPERATORS | attention.ATTENTION_OPERATORS
-    return name.startswith("relax.qnn.") and name not in real
+    return name.startswith("relax.qnn.") and name not in REAL | recurrent.RECURRENT_OPERATORS
 
 
 def iterate_bindings(expr: Any) -> Iterator[Any]:
@@ -66,6 +68,12 @@ def iterate_bindings(expr: Any) -> Iterator[Any]:
             for binding in block.bindings:
                 yield binding
                 yield from iterate_bindings(binding.value)
+
+
+def list_calls(mod: tvm.IRModule) -> list[Call]:
+    """List the calls of all Relax functions, also in branches."""
+    bindings = (each for func in mod.functions.values() for each in iterate_bindings(func))
+    return [each.value for each in bindings if isinstance(each.value, Call)]
 
 
 def check_stage(mod: tvm.IRModule, stage: Stage, *, with_integers: bool = False) -> None:

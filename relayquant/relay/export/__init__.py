@@ -15,6 +15,7 @@ from tvm.ir import Call
 from relayquant.base.arguments import check_arguments
 from relayquant.errors import ModelError, RelayQuantError, format_count
 from relayquant.ir.dialect.qnn.recurrent import RECURRENT_OPERATORS
+from relayquant.ir.fourier import write_products
 from relayquant.ir.rewrite.attributes import find_unmodelled
 from relayquant.ir.rewrite.bind import Model, bind_model
 from relayquant.ir.rewrite.graph import Graph, call_name, constant_value, tensor_dtype, tensor_shape
@@ -66,7 +67,7 @@ def to_text(
             symbolic.
     """
     wanted = find_release(release)
-    graph = Graph(fix_shapes(Graph(bind_model(mod)).mod, shapes or {}))
+    graph = Graph(fix_shapes(Graph(write_products(bind_model(mod))).mod, shapes or {}))
     names = Statements(())
     params: dict[relax.Var, syntax.Param] = {}
     for var in graph.func.params:

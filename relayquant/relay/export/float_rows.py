@@ -328,6 +328,10 @@ def export_permute(site: ExportSite) -> syntax.Expr:
     return site.op("transpose", site.args[0], axes=order)
 
 
+def export_flip(site: ExportSite) -> syntax.Expr:
+    return site.op("reverse", site.args[0], axis=int(site.attrs.axis))
+
+
 def export_concat(site: ExportSite) -> syntax.Expr:
     axis = int(site.attrs.axis or 0)
     return site.op("concatenate", site.tuple_of(site.args[0]), axis=axis)
@@ -517,6 +521,7 @@ FLOAT_EXPORTS: Exports = {
     "relax.expand_dims": export_reshape,
     "relax.squeeze": export_reshape,
     "relax.permute_dims": export_permute,
+    "relax.flip": export_flip,
     "relax.concat": export_concat,
     "relax.stack": export_stack,
     "relax.split": export_split,
@@ -547,7 +552,7 @@ FLOAT_ATTRIBUTES: dict[str, tuple[str, ...]] = {
         f"relax.{name}": ("axis",)
         for name in (
             *("nn.softmax", "nn.log_softmax", "nn.prelu"),
-            *("concat", "stack", "expand_dims", "squeeze"),
+            *("flip", "concat", "stack", "expand_dims", "squeeze"),
         )
     },
     "relax.matmul": ("out_dtype",),

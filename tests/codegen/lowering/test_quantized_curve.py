@@ -21,8 +21,8 @@ from relayquant.codegen.kernels.curve import Curve, CurveStep, Operation
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
-from relayquant.codegen.lowering.engine import list_calls
 from relayquant.codegen.lowering.integer.lower import call_kernels
+from relayquant.ir.dialect.legality import list_calls
 
 qnn = rq.extend.qnn
 ROOT = 2**0.5

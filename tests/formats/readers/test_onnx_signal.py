@@ -10,7 +10,8 @@ from test_onnx import draw, make_model, run_imported
 from test_onnx_operators import make_mixed_model
 
 from relayquant.errors import ModelError
-from relayquant.formats.readers import fourier, import_onnx
+from relayquant.formats.readers import import_onnx
+from relayquant.ir.dialect.fourier import MOST_ELEMENTS
 
 
 def check(node, x, weights, opset, atol=2e-5):
@@ -59,7 +60,7 @@ def test_dft__axis_without_its_operand():
     check(node, draw(2, 3, 4, 1), {}, 20)
 
 
-@pytest.mark.parametrize("length", [256, 1000])
+@pytest.mark.parametrize("length", [256, 1000, 44_100])
 def test_dft__is_as_exact_as_float32_allows(length):
     x = draw(1, length, 1)
     node, weights = make_dft(20, 1, None, onesided=1)
@@ -99,6 +100,15 @@ def test_stft__frames_windows_sides(parts, onesided, has_length, has_window):
     check(node, draw(2, 31, parts), weights, 17)
 
 
+@pytest.mark.parametrize("step", [1, 4, 7, 8, 11])
+@pytest.mark.parametrize("size", [8, 31, 32])
+def test_stft__steps(step, size):
+    """Frames that overlap, that touch, and with what nothing reads between them."""
+    node = helper.make_node("STFT", ["x", "step", "w", ""], ["y"])
+    weights = {"step": np.array(step), "w": np.hanning(8).astype("float32")}
+    check(node, draw(2, size, 1), weights, 17)
+
+
 @pytest.mark.slow
 def test_stft__symbolic_signal():
     node = helper.make_node("STFT", ["x", "step", "w"], ["y"])
@@ -125,9 +135,9 @@ def test_stft__symbolic_signal():
         (make_dft(17, 1, 0)[0], [1, 8, 1], {"n": np.array(0)}, "dft_length is 0; supported: 1 or"),
         (
             make_dft(17, 1, None)[0],
-            [1, 70_000, 1],
+            [1, 70_001, 1],
             {},
-            f"transforms 70000 numbers .* up to {fourier.MOST_ELEMENTS // 2}",
+            f"transforms 70001 numbers .* up to {MOST_ELEMENTS // 2}",
         ),
         (
             helper.make_node("STFT", ["x", "step", "w", "n"], ["y"]),

@@ -125,6 +125,7 @@ EXAMPLES = {
         [QUERY, CACHE, CACHE, LENGTHS],
         lambda q, k, v, p: qnn.cached_attention(q, k, 1, v, 1, p, 0.5, 3, 2.0),
     ),
+    "dft": ([((2, 60, 1), "float32")], lambda x: qnn.dft(x, 64, False, True)),
 }
 
 

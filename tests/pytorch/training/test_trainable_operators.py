@@ -12,6 +12,8 @@ from tvm.relax import op
 torch = pytest.importorskip("torch", reason="pip install torch")
 
 from relayquant.errors import DataError, ModelError  # noqa: E402
+from relayquant.ir.dialect import qnn  # noqa: E402
+from relayquant.ir.fourier import write_products  # noqa: E402
 from relayquant.ir.reference import run  # noqa: E402
 from relayquant.ir.reference.relax import OPERATORS  # noqa: E402
 from relayquant.stages.prepared import CalibrationGraph  # noqa: E402
@@ -55,6 +57,23 @@ def run_torch(mod, arrays):
         tensor.requires_grad_(tensor.is_floating_point())
     result = built.run(inputs, {}, {}, lambda key, axis, value: value, {})
     return list(result) if isinstance(result, tuple) else [result], inputs
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("onesided", [False, True])
+def test_dft__and_its_gradient(parts, inverse, onesided):
+    """The gradient is that of the products which the transform stands for."""
+    numbers = 33 if inverse and onesided else 60
+    mod = build(lambda x: qnn.dft(x, 64, inverse, onesided), floats(2, numbers, parts))
+    data = [floats(2, numbers, parts)]
+    gradients = []
+    for each in (mod, write_products(mod)):
+        (found,), (x,) = run_torch(each, data)
+        np.testing.assert_allclose(found.detach().numpy(), run(mod, data)[0], atol=2e-5)
+        (found * torch.arange(found.numel()).reshape(found.shape)).sum().backward()
+        gradients.append(x.grad.numpy())
+    np.testing.assert_allclose(*gradients, rtol=1e-4, atol=2e-6 * np.abs(gradients[0]).max())
 
 
 def test_operators__are_those_of_the_reference():

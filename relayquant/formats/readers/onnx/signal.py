@@ -1,19 +1,15 @@
-"""ONNX reader: DFT and STFT, which TVM lacks, as products with constant matrices."""
+"""ONNX reader: DFT and STFT, which TVM lacks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from tvm import relax
 
 from relayquant.errors import format_count
-from relayquant.formats.readers.fourier import (
-    count_values,
-    emit_product,
-    make_real_inverse,
-    make_transform,
-)
+from relayquant.formats.readers.fourier import count_values, emit_transform
 from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.sizes import known_shape
 from relayquant.formats.readers.refusal import NotConstant, Refusal
@@ -42,10 +38,11 @@ def convert_dft(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> rela
     """Convert DFT. A onesided inverse gives real numbers, with a last axis of size 1.
 
     Raises:
-        Refusal: the length of the axis is symbolic, or too large.
+        Refusal: the length of the axis is symbolic, or the matrix too large.
         NotConstant: the axis or dft_length is computed at run time.
     """
-    data, parts, rank = inputs[0], count_parts(inputs[0]), len(known_shape(inputs[0]))
+    data, rank = inputs[0], len(known_shape(inputs[0]))
+    count_parts(data)
     if opset < 20:
         axis = int(attrs.get("axis", 1))
     else:
@@ -59,16 +56,11 @@ def convert_dft(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> rela
         length = 2 * (length - 1) if inverse and onesided else length
     if length < 1:
         raise Refusal(f"its dft_length is {length}; supported: 1 or more")
-    if inverse and onesided:
-        matrix = make_real_inverse(length)
-    else:
-        results = length // 2 + 1 if onesided else length
-        matrix = make_transform(length, results=results, inverse=inverse)
-    return emit_product(bb, data, axis, matrix[:, :parts])
+    return emit_transform(bb, data, axis, length, inverse=inverse, onesided=onesided)
 
 
 def convert_stft(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
-    """Convert STFT to a convolution along the signal, whose weights are the windowed matrix.
+    """Convert STFT to frames, their product with the window, and their transforms.
 
     Raises:
         Refusal: frame_step or frame_length is missing or below 1, complex numbers have onesided
@@ -94,14 +86,31 @@ def convert_stft(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> rel
     onesided = bool(attrs.get("onesided", 1))
     if onesided and parts == 2:
         raise Refusal("it is onesided, of complex numbers; supported: onesided=0")
-    dtype = str(data.ty.dtype)
-    results = length // 2 + 1 if onesided else length
-    matrix = make_transform(length, results=results)[:, :parts]
+    frames = cut_frames(bb, data, length, step)
     if window is not None:
-        matrix = matrix * window.reshape(-1, 1, 1, 1)
-    weight = matrix.transpose(2, 3, 1, 0).reshape(2 * results, parts, length).astype(dtype)
-    rows = bb.emit(relax.op.permute_dims(data, [0, 2, 1]))
-    found = bb.emit(relax.op.nn.conv1d(rows, relax.const(weight, dtype), strides=step))
-    batch, _, frames = found.ty.shape.values
-    found = bb.emit(relax.op.permute_dims(found, [0, 2, 1]))
-    return relax.op.reshape(found, [batch, frames, results, 2])
+        dtype = str(data.ty.dtype)
+        factor = relax.const(window.reshape(-1, 1).astype(dtype), dtype)
+        frames = bb.emit(relax.op.multiply(frames, factor))
+    return emit_transform(bb, frames, 2, length, onesided=onesided)
+
+
+def cut_frames(bb: Builder, data: relax.Expr, length: int, step: int) -> relax.Expr:
+    """Emit the frames of a signal: (batch, L, parts) -> (batch, frames, length, parts).
+
+    The signal is cut into rows of `step` numbers. Frame f has the rows from f on.
+    """
+    batch, size, parts = data.ty.shape.values
+    rows = -(-length // step)
+    count = (size - length) // step + 1
+    used = (count + rows - 1) * step
+    if missing := rows * step - length:
+        data = bb.emit(relax.op.nn.pad(data, [0, 0, 0, missing, 0, 0]))
+    data = bb.emit(relax.op.strided_slice(data, [1], [0], [used], [1], assume_inbound=True))
+    data = bb.emit(relax.op.reshape(data, [batch, count + rows - 1, step, parts]))
+    begins = bb.emit(relax.op.reshape(bb.emit(relax.op.arange(0, count, 1, "int64")), [count, 1]))
+    places = bb.emit(relax.op.add(begins, relax.const(np.arange(rows).reshape(1, -1), "int64")))
+    frames = bb.emit(relax.op.take(data, places, axis=1))
+    frames = bb.emit(relax.op.reshape(frames, [batch, count, rows * step, parts]))
+    if not missing:
+        return frames
+    return bb.emit(relax.op.strided_slice(frames, [2], [0], [length], [1]))

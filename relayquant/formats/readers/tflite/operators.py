@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from relayquant.formats.readers.fourier import emit_product, make_transform
+from relayquant.formats.readers.fourier import emit_transform
 from relayquant.formats.readers.indices import take_largest
 from relayquant.formats.readers.refusal import FIX_SIZES, Refusal
 from relayquant.formats.readers.tflite.options import read_options
@@ -172,11 +172,10 @@ def convert_rfft2d(converter: Any, op: Any) -> relax.Expr:
     rank = len(data.ty.shape)
     shape = [*data.ty.shape.values, 1]
     value = converter.bb.emit(relax.op.reshape(data, shape))
-    row = make_transform(width, results=width // 2 + 1)[:, :1]
-    value = emit_product(converter.bb, value, rank - 1, row)
+    value = emit_transform(converter.bb, value, rank - 1, width, onesided=True)
     if height == 1 == static_size(shape[-3]):
         return value
-    return emit_product(converter.bb, value, rank - 2, make_transform(height, results=height))
+    return emit_transform(converter.bb, converter.bb.emit(value), rank - 2, height)
 
 
 def convert_squeeze(converter: Any, op: Any) -> relax.Expr:

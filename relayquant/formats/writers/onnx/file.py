@@ -33,6 +33,7 @@ from relayquant.formats.writers.onnx.places import PLACE_ATTRIBUTES, PLACE_WRITE
 from relayquant.formats.writers.onnx.qnn import QNN_WRITERS
 from relayquant.formats.writers.onnx.recurrent import RECURRENT_WRITERS
 from relayquant.formats.writers.onnx.sizes import SIZE_ATTRIBUTES, SIZE_WRITERS, define_sizes
+from relayquant.ir.fourier import write_products
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.attributes import find_unmodelled
 from relayquant.ir.rewrite.bind import Model, bind_model
@@ -101,7 +102,7 @@ def export_onnx(
             than 2 GB.
     """
     path = Path(path)
-    model = build_model(bring_to_form(bind_model(mod)), grouped, recurrent)
+    model = build_model(bring_to_form(write_products(bind_model(mod))), grouped, recurrent)
     size = model.ByteSize()
     if size > MAX_BYTES:
         raise ModelError(

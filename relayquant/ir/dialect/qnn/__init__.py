@@ -33,6 +33,7 @@ from relayquant.ir.dialect.qnn import (
     attention,
     concatenation,
     convolution,
+    fourier,
     grouped,
     product,
     quantization,
@@ -46,6 +47,7 @@ from relayquant.ir.dialect.qnn.arithmetic import *
 from relayquant.ir.dialect.qnn.attention import *
 from relayquant.ir.dialect.qnn.concatenation import *
 from relayquant.ir.dialect.qnn.convolution import *
+from relayquant.ir.dialect.qnn.fourier import *
 from relayquant.ir.dialect.qnn.grouped import *
 from relayquant.ir.dialect.qnn.product import *
 from relayquant.ir.dialect.qnn.quantization import *
@@ -69,6 +71,7 @@ FAMILIES = (
     grouped,
     recurrent,
     attention,
+    fourier,
 )
 
 OPERATORS: tuple[Operator, ...] = tuple(row for family in FAMILIES for row in family.OPERATORS)

@@ -23,6 +23,7 @@ from typing import Any
 from relayquant.ir.reference.qnn import (
     arithmetic,
     attention,
+    fourier,
     grouped,
     linear,
     pointwise,
@@ -32,6 +33,7 @@ from relayquant.ir.reference.qnn import (
 )
 from relayquant.ir.reference.qnn.arithmetic import *
 from relayquant.ir.reference.qnn.attention import *
+from relayquant.ir.reference.qnn.fourier import *
 from relayquant.ir.reference.qnn.grouped import *
 from relayquant.ir.reference.qnn.linear import *
 from relayquant.ir.reference.qnn.pointwise import *
@@ -44,7 +46,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     name: getattr(family, name)
     for family in (
         *(quantization, linear, arithmetic, reduction, pointwise),
-        *(grouped, recurrent, attention),
+        *(grouped, recurrent, attention, fourier),
     )
     for name in family.__all__
 }
