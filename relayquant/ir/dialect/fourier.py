@@ -79,11 +79,9 @@ def find_factors(length: int, numbers: int, parts: int, results: int, made: int)
         last = 2 * length * fill_vectors(-(-results // first) * made)
         return inner + last + MOVES * length
 
-    return min(
-        ((first, length // first) for first in range(1, length) if length % first == 0),
-        key=lambda pair: cost(pair[0]),
-        default=(1, length),
-    )
+    small = [first for first in range(1, math.isqrt(length) + 1) if length % first == 0]
+    best = min({*small, *(length // first for first in small[1:])}, key=cost)
+    return best, length // best
 
 
 def count_elements(length: int, numbers: int, parts: int, results: int, made: int) -> int:
