@@ -5,12 +5,14 @@ Complex numbers are pairs, real part first, along a last axis.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from tvm import relax
 
 from relayquant.errors import format_count
 from relayquant.formats.readers.refusal import FIX_SIZES, Refusal
-from relayquant.ir.dialect.fourier import MOST_ELEMENTS, count_elements, count_results
+from relayquant.ir.dialect.fourier import MOST_ELEMENTS, Transform
 from relayquant.ir.dialect.qnn import dft
 from relayquant.ir.rewrite.graph import static_size
 
@@ -36,21 +38,21 @@ def emit_transform(
         (..., results, ..., q), in the dtype of the data.
 
     Raises:
-        Refusal: n is symbolic, or the matrix would be too large.
+        Refusal: n is symbolic or 0, or the matrix would be too large.
     """
-    shape = list(data.ty.shape.values)
-    size, is_real = count_values(data, axis), inverse and onesided
-    used = min(size, length // 2 + 1 if is_real else length)
-    results = count_results(length, inverse=inverse, onesided=onesided)
-    elements = count_elements(length, used, int(shape[-1]), results, 1 if is_real else 2)
-    if elements > MOST_ELEMENTS:
+    size, parts = count_values(data, axis), int(data.ty.shape.values[-1])
+    transform = Transform(length, inverse, onesided, size, parts)
+    used = min(size, transform.most)
+    if used < 1:
+        raise Refusal(f"its data has no values along axis {axis}; supported: 1 or more")
+    if (transform := replace(transform, numbers=used)).elements > MOST_ELEMENTS:
         raise Refusal(
-            f"it transforms {format_count(used, 'number')} to {results}; supported: products "
-            f"of both up to {MOST_ELEMENTS // 2}, or lengths with small factors"
+            f"it transforms {format_count(used, 'number')} to {transform.results}; supported: "
+            f"products of both up to {MOST_ELEMENTS // 2}, or lengths with small factors"
         )
     if size > used:
         data = bb.emit(relax.op.strided_slice(data, [axis], [0], [used], [1]))
-    *others, last = (at for at in range(len(shape)) if at != axis)
+    *others, last = (at for at in range(data.ty.ndim) if at != axis)
     order = [*others, axis, last]
     if order == sorted(order):
         return dft(data, length, inverse, onesided)

@@ -13,10 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from tvm import relax
 from tvm.ir import Call
+
+from relayquant.ir.rewrite.graph import static_size
 
 #: Most elements of a matrix. 4,096 real numbers need as many: 64 MB in float32.
 MOST_ELEMENTS = 2**24 + 2**13
@@ -28,7 +33,84 @@ MOVES = 64
 Emit = Callable[[relax.Expr, str], relax.Expr]
 
 
-def make_transform(length: int, *, results: int, inverse: bool = False) -> np.ndarray:
+@dataclass(frozen=True)
+class Transform:
+    """A transform of the `numbers` numbers, of `parts` parts each, that `qnn.dft` reads."""
+
+    length: int
+    inverse: bool
+    onesided: bool
+    numbers: int
+    parts: int
+
+    @property
+    def is_real(self) -> bool:
+        """Whether the results are real numbers."""
+        return self.inverse and self.onesided
+
+    @property
+    def made(self) -> int:
+        """How many parts a result has."""
+        return 1 if self.is_real else 2
+
+    @property
+    def results(self) -> int:
+        """How many numbers the result has."""
+        return count_bins(self.length) if self.onesided and not self.inverse else self.length
+
+    @property
+    def most(self) -> int:
+        """How many numbers the data may have."""
+        return count_bins(self.length) if self.is_real else self.length
+
+    @cached_property
+    def factors(self) -> tuple[int, int]:
+        """The factors (A, B) of the length with which it takes least time; (1, length) stands for
+        the whole matrix.
+        """
+
+        def cost(first: int) -> int:
+            second = self.length // first
+            if first == 1:
+                return self.numbers * self.parts * fill_vectors(self.results * self.made)
+            inner = -(-self.numbers // second) * second * self.parts * fill_vectors(2 * first)
+            last = 2 * self.length * fill_vectors(-(-self.results // first) * self.made)
+            return inner + last + MOVES * self.length
+
+        candidates = range(1, math.isqrt(self.length) + 1)
+        small = [first for first in candidates if self.length % first == 0]
+        best = min({*small, *(self.length // first for first in small[1:])}, key=cost)
+        return best, self.length // best
+
+    @property
+    def elements(self) -> int:
+        """Elements of its largest matrix."""
+        first, second = self.factors
+        if first == 1:
+            return self.numbers * self.parts * self.results * self.made
+        return 2 * max(self.parts * first**2, second * -(-self.results // first) * self.made)
+
+
+def count_bins(length: int) -> int:
+    """Return how many results of real numbers are no conjugates of others."""
+    return length // 2 + 1
+
+
+def weigh_bins(length: int, bins: int) -> np.ndarray:
+    """Return how many of `length` results each of the first `bins` stands for: all but the first,
+    and the one at length / 2, stand for two, which are conjugates.
+    """
+    weights = np.ones(bins)
+    weights[1 : (length + 1) // 2] = 2
+    return weights
+
+
+def fill_vectors(columns: int) -> int:
+    """Return the columns of a product that kernels compute: whole vectors, mostly of 16."""
+    return -(-columns // 16) * 16
+
+
+def make_matrix(length: int, results: int, *, inverse: bool) -> np.ndarray:
     """Return the matrix of a transform of complex numbers, (length, 2, results, 2), float64.
 
     The first two axes are the operand's, the last two the result's. Result k is the sum over t of
@@ -42,125 +124,102 @@ def make_transform(length: int, *, results: int, inverse: bool = False) -> np.nd
     return matrix / length if inverse else matrix
 
 
-def weigh_bins(length: int, bins: int) -> np.ndarray:
-    """Return how many of `length` results each of the first `bins` stands for: all but the first,
-    and the one at length / 2, stand for two, which are conjugates.
-    """
-    weights = np.ones(bins)
-    weights[1 : (length + 1) // 2] = 2
-    return weights
+def read_transform(call: Call) -> Transform:
+    """Read a call of `qnn.dft`. A symbolic number of numbers is read as 0."""
+    attrs, (*_, numbers, parts) = call.attrs, call.args[0].ty.shape.values
+    length, inverse, onesided = int(attrs.length), bool(attrs.inverse), bool(attrs.onesided)
+    return Transform(length, inverse, onesided, static_size(numbers) or 0, int(parts))
 
 
-def count_results(length: int, *, inverse: bool, onesided: bool) -> int:
-    """Return how many numbers a transform gives."""
-    return length // 2 + 1 if onesided and not inverse else length
+@dataclass(frozen=True)
+class Emitter:
+    """Emits values in the dtype of the data. All have the outer axes of the data."""
 
+    emit: Emit
+    name: str
+    outer: tuple[Any, ...]
+    dtype: str
 
-def fill_vectors(columns: int) -> int:
-    """Return the columns of a product that kernels compute: whole vectors, mostly of 16."""
-    return -(-columns // 16) * 16
+    def constant(self, value: np.ndarray) -> relax.Expr:
+        return relax.const(value.astype(self.dtype), self.dtype)
 
+    def scale(self, value: relax.Expr, factors: np.ndarray) -> relax.Expr:
+        return self.emit(relax.op.multiply(value, self.constant(factors)), f"{self.name}.scaled")
 
-def find_factors(length: int, numbers: int, parts: int, results: int, made: int) -> tuple[int, int]:
-    """Return the factors (A, B) of a length with which a transform takes least time; (1, length)
-    stands for the whole matrix.
+    def multiply(self, value: relax.Expr, matrix: np.ndarray) -> relax.Expr:
+        return self.emit(relax.op.matmul(value, self.constant(matrix)), f"{self.name}.product")
 
-    Args:
-        length: Length of the transform.
-        numbers: How many numbers the data has, of `parts` parts each.
-        results: How many numbers the result has, of `made` parts each.
-    """
+    def reshape(self, value: relax.Expr, *sizes: int) -> relax.Expr:
+        shaped = relax.op.reshape(value, [*self.outer, *sizes])
+        return self.emit(shaped, f"{self.name}.shaped")
 
-    def cost(first: int) -> int:
-        second = length // first
-        if first == 1:
-            return numbers * parts * fill_vectors(results * made)
-        inner = -(-numbers // second) * second * parts * fill_vectors(2 * first)
-        last = 2 * length * fill_vectors(-(-results // first) * made)
-        return inner + last + MOVES * length
+    def permute(self, value: relax.Expr, *axes: int) -> relax.Expr:
+        count = len(self.outer)
+        order = [*range(count), *(count + axis for axis in axes)]
+        return self.emit(relax.op.permute_dims(value, order), f"{self.name}.ordered")
 
-    small = [first for first in range(1, math.isqrt(length) + 1) if length % first == 0]
-    best = min({*small, *(length // first for first in small[1:])}, key=cost)
-    return best, length // best
+    def pad(self, value: relax.Expr, missing: int) -> relax.Expr:
+        """Append zeros along the second last axis."""
+        widths = [*([0, 0] * len(self.outer)), 0, missing, 0, 0]
+        return self.emit(relax.op.nn.pad(value, widths), f"{self.name}.padded")
 
-
-def count_elements(length: int, numbers: int, parts: int, results: int, made: int) -> int:
-    """Return the elements of the largest matrix that a transform needs."""
-    first, second = find_factors(length, numbers, parts, results, made)
-    if first == 1:
-        return numbers * parts * results * made
-    return max(2 * parts * first * first, 2 * second * -(-results // first) * made)
+    def keep(self, value: relax.Expr, count: int) -> relax.Expr:
+        """Take the first numbers along the second last axis."""
+        axis = [len(self.outer)]
+        kept = relax.op.strided_slice(value, axis, [0], [count], [1], assume_inbound=True)
+        return self.emit(kept, f"{self.name}.results")
 
 
 def emit_products(emit: Emit, call: Call, name: str = "dft") -> relax.Expr:
-    """Emit what `qnn.dft` computes.
+    """Emit what `qnn.dft` computes."""
+    (data,), transform = call.args, read_transform(call)
+    outer = tuple(data.ty.shape.values[:-2])
+    emitter = Emitter(emit, name, outer, str(data.ty.dtype))
+    if transform.is_real:
+        data = emitter.scale(data, weigh_bins(transform.length, transform.numbers)[:, None])
+    return (emit_whole if transform.factors[0] == 1 else emit_steps)(emitter, data, transform)
 
-    dft(x)  ->  matmul(permute_dims(twiddles * matmul(permute_dims(x), first)), second)
-    """
-    (data,), attrs = call.args, call.attrs
-    length, inverse, onesided = int(attrs.length), bool(attrs.inverse), bool(attrs.onesided)
-    *outer, numbers, parts = data.ty.shape.values
-    numbers, parts, dtype = int(numbers), int(parts), str(data.ty.dtype)
-    results = count_results(length, inverse=inverse, onesided=onesided)
-    is_real = inverse and onesided
-    made = 1 if is_real else 2
-    first, second = find_factors(length, numbers, parts, results, made)
 
-    def constant(value: np.ndarray) -> relax.Expr:
-        return relax.const(value.astype(dtype), dtype)
+def emit_whole(emitter: Emitter, data: relax.Expr, transform: Transform) -> relax.Expr:
+    """dft(x)  ->  matmul(x, matrix)"""
+    numbers, parts = transform.numbers, transform.parts
+    matrix = make_matrix(transform.length, transform.results, inverse=transform.inverse)
+    matrix = matrix[:numbers, :parts, :, : transform.made].reshape(numbers * parts, -1)
+    value = emitter.multiply(emitter.reshape(data, numbers * parts), matrix)
+    return emitter.reshape(value, transform.results, transform.made)
 
-    def reshape(value: relax.Expr, *sizes: int) -> relax.Expr:
-        return emit(relax.op.reshape(value, [*outer, *sizes]), f"{name}.shaped")
 
-    def multiply(value: relax.Expr, matrix: np.ndarray) -> relax.Expr:
-        return emit(relax.op.matmul(value, constant(matrix)), f"{name}.product")
-
-    def permute(value: relax.Expr, *axes: int) -> relax.Expr:
-        order = [*range(len(outer)), *(len(outer) + axis for axis in axes)]
-        return emit(relax.op.permute_dims(value, order), f"{name}.ordered")
-
-    if first == 1:
-        matrix = make_transform(length, results=results, inverse=inverse)[:numbers, :parts]
-        if is_real:
-            matrix = matrix * weigh_bins(length, numbers).reshape(-1, 1, 1, 1)
-        matrix = matrix[..., :made].reshape(numbers * parts, results * made)
-        return reshape(multiply(reshape(data, numbers * parts), matrix), results, made)
-    if is_real:
-        weights = weigh_bins(length, numbers).reshape(-1, 1)
-        data = emit(relax.op.multiply(data, constant(weights)), f"{name}.bins")
-    rows = -(-numbers // second)
-    if missing := rows * second - numbers:
-        widths = [*([0, 0] * len(outer)), 0, missing, 0, 0]
-        data = emit(relax.op.nn.pad(data, widths), f"{name}.padded")
-    inner = make_transform(first, results=first, inverse=inverse)[:rows, :parts]
-    inner = inner.transpose(0, 1, 3, 2)  # real parts side by side, then imaginary ones
-    value = permute(reshape(data, rows, second, parts), 1, 0, 2)
-    value = multiply(reshape(value, second, rows * parts), inner.reshape(rows * parts, 2 * first))
-    value = reshape(value, second, 2, first)
-    value = turn(emit, value, second, first, inverse=inverse, name=name)
+def emit_steps(emitter: Emitter, data: relax.Expr, transform: Transform) -> relax.Expr:
+    """dft(x)  ->  matmul(permute_dims(turn(matmul(permute_dims(x), first))), second)"""
+    (first, second), parts, made = transform.factors, transform.parts, transform.made
+    inverse, results = transform.inverse, transform.results
+    rows = -(-transform.numbers // second)
+    if missing := rows * second - transform.numbers:
+        data = emitter.pad(data, missing)
+    matrix = make_matrix(first, first, inverse=inverse)[:rows, :parts]
+    matrix = matrix.transpose(0, 1, 3, 2)  # real parts side by side, then imaginary ones
+    value = emitter.permute(emitter.reshape(data, rows, second, parts), 1, 0, 2)
+    value = emitter.reshape(value, second, rows * parts)
+    value = emitter.multiply(value, matrix.reshape(rows * parts, 2 * first))
+    value = turn(emitter, emitter.reshape(value, second, 2, first), second, first, inverse=inverse)
     groups = -(-results // first)
-    last = make_transform(second, results=groups, inverse=inverse)[..., :made]
-    value = permute(reshape(value, 2 * second, first), 1, 0)
-    value = multiply(value, last.reshape(2 * second, groups * made))
-    value = permute(reshape(value, first, groups, made), 1, 0, 2)
-    value = reshape(value, first * groups, made)
-    if results == first * groups:
-        return value
-    kept = relax.op.strided_slice(value, [len(outer)], [0], [results], [1], assume_inbound=True)
-    return emit(kept, f"{name}.results")
+    matrix = make_matrix(second, groups, inverse=inverse)[..., :made]
+    value = emitter.permute(emitter.reshape(value, 2 * second, first), 1, 0)
+    value = emitter.multiply(value, matrix.reshape(2 * second, groups * made))
+    value = emitter.permute(emitter.reshape(value, first, groups, made), 1, 0, 2)
+    value = emitter.reshape(value, first * groups, made)
+    return value if results == first * groups else emitter.keep(value, results)
 
 
 def turn(
-    emit: Emit, value: relax.Expr, second: int, first: int, *, inverse: bool, name: str
+    emitter: Emitter, value: relax.Expr, second: int, first: int, *, inverse: bool
 ) -> relax.Expr:
     """Emit (..., B, 2, A) times exp(-2 pi i b k1 / (A B)), with the other sign for the inverse."""
-    dtype = str(value.ty.dtype)
     angles = np.outer(np.arange(second), np.arange(first)) * (2 * math.pi / (first * second))
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None] * (-1 if inverse else 1)
     # (a + b i) (cos - i sin): a cos + b sin, then b cos - a sin
-    swapped = emit(relax.op.flip(value, value.ty.ndim - 2), f"{name}.swapped")
-    scaled = [
-        emit(relax.op.multiply(part, relax.const(factors.astype(dtype), dtype)), f"{name}.scaled")
-        for part, factors in ((value, cos), (swapped, np.concatenate([sin, -sin], axis=1)))
-    ]
-    return emit(relax.op.add(*scaled), f"{name}.turned")
+    flipped = relax.op.flip(value, value.ty.ndim - 2)
+    swapped = emitter.emit(flipped, f"{emitter.name}.swapped")
+    sines = np.concatenate([sin, -sin], axis=1)
+    turned = relax.op.add(emitter.scale(value, cos), emitter.scale(swapped, sines))
+    return emitter.emit(turned, f"{emitter.name}.turned")

@@ -131,6 +131,7 @@ def test_stft__symbolic_signal():
             {"a": np.array(1)},
             "a symbolic number L of",
         ),
+        (make_dft(17, 1, 4)[0], [1, 0, 1], {"n": np.array(4)}, "no values along axis 1; supported"),
         (make_dft(17, 1, None)[0], [1, 8, 3], {}, "last axis of size 3; supported: 1 or 2"),
         (make_dft(17, 1, 0)[0], [1, 8, 1], {"n": np.array(0)}, "dft_length is 0; supported: 1 or"),
         (

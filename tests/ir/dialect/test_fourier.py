@@ -14,7 +14,7 @@ from tvm import relax
 import relayquant as rq
 from relayquant.errors import QnnError
 from relayquant.ir.dialect import qnn
-from relayquant.ir.dialect.fourier import count_elements, find_factors
+from relayquant.ir.dialect.fourier import Transform
 from relayquant.ir.fourier import write_products
 from relayquant.ir.rewrite.graph import Graph
 
@@ -87,12 +87,16 @@ def test_products__of_any_length(length, kind, parts, data):
 
 def test_factors__take_a_tenth_of_the_multiply_adds():
     """2048 real numbers: 2048 * 2050 with the whole matrix."""
-    first, second = find_factors(2048, 2048, 1, 1025, 2)
+    first, second = Transform(2048, inverse=False, onesided=True, numbers=2048, parts=1).factors
     groups = -(-1025 // first)
     assert first * second == 2048
     assert 2 * 2048 * first + 2 * 2048 * 2 * groups < 2048 * 2050 / 10
-    assert find_factors(401, 401, 1, 201, 2) == (1, 401)
-    assert count_elements(2**18, 2**18, 2, 2**18, 2) < 2**20 + 1
+
+
+def test_factors__of_a_prime_and_of_a_large_length():
+    assert Transform(401, inverse=False, onesided=True, numbers=401, parts=1).factors == (1, 401)
+    long = Transform(2**18, inverse=False, onesided=False, numbers=2**18, parts=2)
+    assert long.elements < 2**20 + 1
 
 
 def test_dft__symbolic_batch_and_axes():
@@ -134,8 +138,8 @@ def test_relay__is_products():
     ("shape", "length", "dtype", "message"),
     [
         ((2, 8, 1), 0, "float32", r"length=0; allowed: numbers from 1 on"),
-        ((2, 8, 1), 7, "float32", r"has size 8 in dimension 1; allowed: a number up to 7"),
-        ((2, "n", 1), 8, "float32", r"has size n in dimension 1; allowed: a number up to 8"),
+        ((2, 8, 1), 7, "float32", r"has size 8 in dimension 1; allowed: a number from 1 to 7"),
+        ((2, "n", 1), 8, "float32", r"has size n in dimension 1; allowed: a number from 1 to 8"),
         ((2, 8, 3), 8, "float32", r"has size 3 in dimension 2; allowed: 1, real .*, or 2, complex"),
         ((8,), 8, "float32", r"has rank 1; allowed: rank 2 or more"),
         ((2, 8, 1), 8, "int8", r"has dtype int8; allowed: float32, float64\. Cast"),

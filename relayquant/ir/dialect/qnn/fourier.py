@@ -12,12 +12,7 @@ from tvm.relax import BlockBuilder
 
 from relayquant.errors import QnnError, format_count
 from relayquant.ir.dialect.construct import Operand, make_call
-from relayquant.ir.dialect.fourier import (
-    MOST_ELEMENTS,
-    count_elements,
-    count_results,
-    emit_products,
-)
+from relayquant.ir.dialect.fourier import MOST_ELEMENTS, emit_products, read_transform
 from relayquant.ir.dialect.operands import Argument, get_operands, show_dimension
 from relayquant.ir.dialect.operator import Operator, define_attrs
 from relayquant.ir.rewrite.graph import static_size
@@ -58,36 +53,32 @@ def dft(x: Operand, length: int, inverse: bool = False, onesided: bool = False) 
 def infer_dft(call: Call, _builder: Any) -> Any:
     """Infer (..., n, p) -> (..., results, q)."""
     (x,) = get_operands(call, DFT_OPERANDS)
-    attrs = call.attrs
-    length, inverse, onesided = int(attrs.length), bool(attrs.inverse), bool(attrs.onesided)
+    length = int(call.attrs.length)
     x.check_dtype(("float32", "float64"), "Cast it first.")
     x.check_min_rank(2)
     if length < 1:
         raise QnnError(f"{x.operator}: length={length}; allowed: numbers from 1 on.", code="RQ601")
-    results, is_real = count_results(length, inverse=inverse, onesided=onesided), False
-    is_real = inverse and onesided
     if x.shape is None:
         return relax.TensorType(None, x.ty.dtype, x.ty.vdevice, x.ndim)
     *outer, numbers, parts = x.shape
-    count, width = static_size(numbers), static_size(parts)
-    most = length // 2 + 1 if is_real else length
-    if count is None or count > most:
-        raise x.fail(
-            f"has size {show_dimension(numbers)} in dimension {x.ndim - 2}",
-            f"allowed: a number up to {most}, for length={length}",
-        )
-    if width not in (1, 2):
+    if static_size(parts) not in (1, 2):
         raise x.fail(
             f"has size {show_dimension(parts)} in dimension {x.ndim - 1}",
             "allowed: 1, real numbers, or 2, complex ones",
         )
-    made = 1 if is_real else 2
-    if count_elements(length, count, width, results, made) > MOST_ELEMENTS:
+    transform = read_transform(call)
+    if not 0 < transform.numbers <= transform.most:
         raise x.fail(
-            f"is transformed from {format_count(count, 'number')} to {results}",
+            f"has size {show_dimension(numbers)} in dimension {x.ndim - 2}",
+            f"allowed: a number from 1 to {transform.most}, for length={length}",
+        )
+    if transform.elements > MOST_ELEMENTS:
+        raise x.fail(
+            f"is transformed from {format_count(transform.numbers, 'number')} to "
+            f"{transform.results}",
             f"allowed: products of both up to {MOST_ELEMENTS // 2}, or lengths with small factors",
         )
-    return relax.TensorType([*outer, results, made], x.ty.dtype, x.ty.vdevice)
+    return relax.TensorType([*outer, transform.results, transform.made], x.ty.dtype, x.ty.vdevice)
 
 
 def legalize_dft(builder: BlockBuilder, call: Call) -> Any:
