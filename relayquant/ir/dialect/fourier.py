@@ -132,7 +132,7 @@ def read_transform(call: Call) -> Transform:
 
 
 @dataclass(frozen=True)
-class Emitter:
+class ProductEmitter:
     """Emits values in the dtype of the data. All have the outer axes of the data."""
 
     emit: Emit
@@ -174,13 +174,13 @@ def emit_products(emit: Emit, call: Call, name: str = "dft") -> relax.Expr:
     """Emit what `qnn.dft` computes."""
     (data,), transform = call.args, read_transform(call)
     outer = tuple(data.ty.shape.values[:-2])
-    emitter = Emitter(emit, name, outer, str(data.ty.dtype))
+    emitter = ProductEmitter(emit, name, outer, str(data.ty.dtype))
     if transform.is_real:
         data = emitter.scale(data, weigh_bins(transform.length, transform.numbers)[:, None])
     return (emit_whole if transform.factors[0] == 1 else emit_steps)(emitter, data, transform)
 
 
-def emit_whole(emitter: Emitter, data: relax.Expr, transform: Transform) -> relax.Expr:
+def emit_whole(emitter: ProductEmitter, data: relax.Expr, transform: Transform) -> relax.Expr:
     """dft(x)  ->  matmul(x, matrix)"""
     numbers, parts = transform.numbers, transform.parts
     matrix = make_matrix(transform.length, transform.results, inverse=transform.inverse)
@@ -189,7 +189,7 @@ def emit_whole(emitter: Emitter, data: relax.Expr, transform: Transform) -> rela
     return emitter.reshape(value, transform.results, transform.made)
 
 
-def emit_steps(emitter: Emitter, data: relax.Expr, transform: Transform) -> relax.Expr:
+def emit_steps(emitter: ProductEmitter, data: relax.Expr, transform: Transform) -> relax.Expr:
     """dft(x)  ->  matmul(permute_dims(turn(matmul(permute_dims(x), first))), second)"""
     (first, second), parts, made = transform.factors, transform.parts, transform.made
     inverse, results = transform.inverse, transform.results
@@ -212,7 +212,7 @@ def emit_steps(emitter: Emitter, data: relax.Expr, transform: Transform) -> rela
 
 
 def turn(
-    emitter: Emitter, value: relax.Expr, second: int, first: int, *, inverse: bool
+    emitter: ProductEmitter, value: relax.Expr, second: int, first: int, *, inverse: bool
 ) -> relax.Expr:
     """Emit (..., B, 2, A) times exp(-2 pi i b k1 / (A B)), with the other sign for the inverse."""
     angles = np.outer(np.arange(second), np.arange(first)) * (2 * math.pi / (first * second))
