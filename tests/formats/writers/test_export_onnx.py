@@ -20,7 +20,7 @@ from relayquant.errors import ModelError
 from relayquant.formats.writers.onnx.file import WRITERS
 from relayquant.ir.dialect.legality import LEGAL_STAGES, Stage
 from relayquant.ir.rewrite import Graph
-from relayquant.ir.rewrite.graph import constant_value
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 pytest.importorskip("onnxruntime")
 
@@ -333,3 +333,17 @@ def test_float_operators__with_their_attributes(tmp_path):
     scale = np.linspace(0.5, 2, 6)
     y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 0.75) * scale + scale
     np.testing.assert_allclose(run_onnxruntime(path, {"x": x})[0], y, rtol=1e-4, atol=1e-5)
+
+
+def test_sums__without_bias_are_squeezed_and_clipped(tmp_path):
+    """The int32 sums of a matrix times a vector are read by operators that are no bias."""
+
+    def body(emit, x):
+        product = emit("product", relax.op.matmul(x, emit.constant(6)))
+        return emit("y", relax.op.clip(product, -0.5, 0.75))
+
+    mod = build_model(body, (8, 6))
+    check(mod, tmp_path / "m.onnx")
+    graph = Graph(quantize_steps(mod)[1])
+    sums = [graph.op_name(var) for var in graph.order if tensor_dtype(var) == "int32"]
+    assert sums == ["relax.qnn.dense", "relax.squeeze", "relax.clip"]

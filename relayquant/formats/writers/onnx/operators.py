@@ -340,27 +340,49 @@ def write_reduce(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> s
 
 
 def write_clip(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Write Clip with bounds in the data's dtype. Infinite bounds are left out.
-
-    Raises:
-        ModelError: an accumulator is clipped at a value other than 0.
+    """Write Clip with bounds in the data's dtype. Infinite bounds are left out. An accumulator is
+    clipped at the real values of its bounds.
     """
     inputs = [builder.tensor(call.args[0], var.name)]
-    dtype = tensor_dtype(var)
+    dtype, limits = tensor_dtype(var), (-np.inf, np.inf)
     is_accumulator = builder.is_accumulator(call.args[0])
+    if is_accumulator:
+        dtype, limits = "float32", tuple(map(float, INTEGER_LIMITS[dtype]))
     for arg in call.args[1:3]:
         value = float(arg.value)
-        is_bound = np.isfinite(value)
-        if is_accumulator:
-            limits = map(float, INTEGER_LIMITS[tensor_dtype(call.args[0])])
-            dtype, is_bound = "float32", value not in limits
-            if is_bound and value != 0:
-                raise ModelError(
-                    f"export_onnx: accumulator {var.name!r} is clipped at {value}.", code="RQ203"
-                )
-        bound = np.array(value if is_bound else 0).astype(dtype)
-        inputs.append(builder.constant(bound, f"{var.name}.bound") if is_bound else "")
+        if value in limits or not np.isfinite(value):
+            inputs.append("")
+            continue
+        if is_accumulator and value:
+            value = np.float32(value) * find_step(builder, var)
+        inputs.append(builder.constant(np.array(value).astype(dtype), f"{var.name}.bound"))
     return builder.emit("Clip", inputs, var.name)
+
+
+#: operators that give the real values of an accumulator
+READERS = (DEQUANTIZE, "relax.qnn.requantize")
+
+
+def find_step(builder: OnnxBuilder, var: relax.Var) -> np.float32:
+    """Return the real value of 1 of a clipped accumulator, from the operator that dequantizes it.
+
+    Raises:
+        ModelError: it is not the same for all channels, or nothing dequantizes the accumulator.
+    """
+    readers = list(builder.graph.users[var])
+    for user in readers:
+        call = builder.graph.call_of(user)
+        if call is None or builder.graph.op_name(user) not in READERS:
+            readers += builder.graph.users[user] if tensor_dtype(user) == tensor_dtype(var) else []
+            continue
+        scale = constant_value(call.args[1])
+        if scale is not None and scale.size == 1:
+            return np.float32(scale.reshape(()))
+    raise ModelError(
+        f"export_onnx: accumulator {var.name!r} is clipped, and no scale of all its channels is "
+        "known. Clip the quantized value, or keep the operator in float.",
+        code="RQ203",
+    )
 
 
 def write_arg(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:

@@ -104,9 +104,10 @@ def accumulate(builder: OnnxBuilder, var: relax.Var, scales: tuple[relax.Expr, r
     if not builder.graph.has_one_user(var):
         return var, []
     (user,) = builder.graph.users[var]
-    call = builder.graph.call_of(user)
-    bias = constant_value(call.args[1]) if call is not None else None
-    if bias is None or builder.graph.op_name(user) != "relax.add" or bias.dtype.kind != "i":
+    if builder.graph.op_name(user) != "relax.add":
+        return var, []
+    bias = constant_value(builder.graph.values[user].args[1])
+    if bias is None or bias.dtype.kind != "i":
         return var, []
     data, weight = (constant_value(scale) for scale in scales)
     if data is None or weight is None:
