@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,9 @@ from relayquant.formats.writers.onnx.operators import (
     ELEMENT,
     FLOAT_ATTRIBUTES,
     FLOAT_WRITERS,
+    WIDER,
     Writer,
+    write_wider,
 )
 from relayquant.formats.writers.onnx.order import ORDER_ATTRIBUTES, ORDER_WRITERS
 from relayquant.formats.writers.onnx.places import PLACE_ATTRIBUTES, PLACE_WRITERS
@@ -157,7 +160,7 @@ def build_model(
             array = builder.tensor(value, var.name)
             store(builder, var, builder.emit("Identity", [array], var.name))
             continue
-        name = WRITERS[call_name(value)](builder, var, value)
+        name = find_writer(builder, value)(builder, var, value)
         is_stored = var in builder.real or isinstance(var.ty, relax.TupleType)
         if not is_stored and not builder.merged & set(graph.users[var]):
             store(builder, var, name)
@@ -169,6 +172,15 @@ def build_model(
     opsets = [helper.make_opsetid("", builder.opset)]
     opsets += [helper.make_opsetid(domain, 1) for domain in sorted(domains)]
     return helper.make_model(proto, opset_imports=opsets, ir_version=8 + 2 * (builder.opset > 20))
+
+
+def find_writer(builder: OnnxBuilder, call: Call) -> Writer:
+    """Return the writer of a call, in a wider type where ONNX Runtime has no kernel for its own."""
+    op = call_name(call)
+    if op not in WIDER or builder.is_accumulator(call.args[0]):
+        return WRITERS[op]
+    wide = WIDER[op].get(tensor_dtype(call.args[0]))
+    return WRITERS[op] if wide is None else functools.partial(write_wider, WRITERS[op], wide)
 
 
 def store(builder: OnnxBuilder, var: relax.Var, name: str) -> None:

@@ -23,6 +23,7 @@ from relayquant.ir.reference.convolution import count_window_values
 from relayquant.ir.reference.relax.windows import get_window
 from relayquant.ir.reference.unary import RELAX_UNARY, evaluate_formula
 from relayquant.ir.rewrite.conv_view import ConvView
+from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 Writer = Callable[[OnnxBuilder, relax.Var, Call], str]
@@ -479,6 +480,44 @@ WIDE_WHERE = {
     "bool": "uint8", "int8": "int32", "int16": "int32", "uint16": "int32", "uint32": "int64",
     "uint64": "int64", "float16": "float32", "bfloat16": "float32",
 }  # fmt: skip
+
+_SHORT = {"int16": "int32", "uint16": "int32"}
+#: Operator that moves or compares values -> type without a kernel in ONNX Runtime -> a wider one
+#: with a kernel. Casts keep the values.
+WIDER: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("relax.clip", "relax.nn.pad", "relax.maximum", "relax.minimum"), _SHORT),
+    **dict.fromkeys(("relax.nn.relu", "relax.image.resize2d"), _SHORT),
+    **dict.fromkeys(("relax.max", "relax.min"), _SHORT | {"uint32": "int64"}),
+    **dict.fromkeys(("relax.argmax", "relax.argmin"), _SHORT | {"uint32": "int64"}),
+    **{
+        f"relax.nn.max_pool{rank}d": {
+            "int16": "float32", "uint16": "float32", "int32": "float64"}
+        for rank in (1, 2, 3)
+    },
+}  # fmt: skip
+
+
+def write_wider(writer: Writer, wide: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write an operator on casts of its operands, and its result cast back."""
+    dtype, operands = tensor_dtype(call.args[0]), []
+    for arg in call.args:
+        if tensor_dtype(arg) == dtype:
+            cast = relax.Var(f"{var.name}.{wide}", relax.TensorType(arg.ty.shape, wide))
+            (builder.integers[cast],) = cast_operands(builder, var, [arg], wide)
+            arg = cast
+        operands.append(arg)
+    wider = with_operands(call, operands)
+    if tensor_dtype(var) != dtype:
+        return writer(builder, var, wider)
+    result = relax.Var(
+        builder.unique_name(f"{var.name}.wide"), relax.TensorType(var.ty.shape, wide)
+    )
+    source = writer(builder, result, wider)
+    if wide.startswith("float"):  # a window of padding alone gives -inf
+        lowest = builder.constant(np.array(INTEGER_LIMITS[dtype][0], wide), f"{var.name}.lowest")
+        source = builder.step("Max", [source, lowest], f"{var.name}.held")
+    return builder.emit("Cast", [source], var.name, to=ELEMENT[dtype])
+
 
 #: kind of pool in Relax -> operator in ONNX
 POOLS = {"max": "MaxPool", "avg": "AveragePool"}
