@@ -16,6 +16,7 @@ from tvm.ir.transform import PassContext
 from tvm.tirx.compilation_pipeline import get_tir_pipeline, register_tir_pipeline
 
 from relayquant.codegen.checks.inputs import IS_INNER
+from relayquant.codegen.library.falling_positions import turn_positions
 from relayquant.codegen.library.position_divisions import divide_positions
 from relayquant.ir.dialect.cost import MACS_ATTR
 from relayquant.ir.rewrite.function import take_functions
@@ -61,9 +62,11 @@ def lower_kernels(mod: tvm.IRModule, default: tvm.transform.Pass) -> tvm.IRModul
     """Lower PrimFuncs to host functions.
 
     Kernels with a schedule go through the passes they need, all others through `default`. Positions
-    are divided as `position_divisions` says. Argument checks are dropped from the functions that
-    `checks.inputs` marks.
+    are divided as `falling_positions` and `position_divisions` say. Argument checks are dropped
+    from the functions that `checks.inputs` marks.
     """
+    turned = {gv: turn_positions(func) for gv, func in mod.functions.items()}
+    mod = take_functions(mod, turned)
     scheduled, others = split_functions(mod, lambda func: MACS_ATTR in (func.attrs or {}))
     with lower_prescheduled():
         lowered = dict(default(take_functions(mod, scheduled)).functions)
