@@ -20,6 +20,7 @@ from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, DataError
 from relayquant.stages.backends import resolve_backend
+from relayquant.stages.calibration.dispatch import kill_processes
 
 
 def check_search(options: argparse.Namespace) -> None:
@@ -134,5 +135,6 @@ def open_workers(count: int | None) -> Iterator[concurrent.futures.Executor | No
         try:
             yield executor
         except BaseException:
-            executor.shutdown(wait=False, cancel_futures=True)
+            # The `with` block would wait until each worker has finished its shard.
+            kill_processes(executor, ())
             raise

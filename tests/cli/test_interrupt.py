@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import BrokenExecutor, Future
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ import pytest
 from relayquant import cli
 from relayquant.base.storage.lock import reserve_file
 from relayquant.cli.output import ExitCode
+from relayquant.cli.quantizing import open_workers
 from relayquant.cli.resume import ResumeState
 from relayquant.demo import load_digits
 from relayquant.errors import ConfigError
@@ -158,6 +161,22 @@ def test_quantize__the_search_of_another_process_stays(tmp_path: Path) -> None:
         assert path.read_text() == "{}"
     state.remove()
     assert [*tmp_path.iterdir()] == []
+
+
+def test_workers__end_at_once() -> None:
+    """Ctrl-C does not wait for the shards that workers are at. A result would be `None`."""
+    at_work: list[Future[None]] = []
+
+    def interrupt_work() -> None:
+        with open_workers(1) as pool:
+            assert pool is not None
+            assert pool.submit(os.getpid).result() != os.getpid()
+            at_work.append(pool.submit(time.sleep, 5))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_work()
+    assert isinstance(at_work[0].exception(), BrokenExecutor)
 
 
 @pytest.mark.slow
