@@ -18,6 +18,7 @@ from pathlib import Path
 
 from relayquant.cli.output import CommandOutput, ExitCode, discard
 from relayquant.cli.parsers import check_files, parse_words
+from relayquant.cli.wording import name_options
 from relayquant.errors import FileError, RelayQuantError
 
 
@@ -32,8 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def hear_warning(message: Warning | str, *_: object, **__: object) -> None:
         """Replace `warnings.showwarning`, which prints a line of Python code."""
-        output.warnings.append(" ".join(str(message).split()))
-        print_line(f"warning: {message}")
+        text = name_options(" ".join(str(message).split()))
+        output.warnings.append(text)
+        print_line(f"warning: {text}")
 
     code = ExitCode.INTERNAL_ERROR
     for name in ("stdout", "stderr"):
@@ -101,7 +103,7 @@ def fail(
     """Report why a command failed, for people and for machines. If these cannot be told, people are
     told that, too.
     """
-    text = " ".join(str(error).split()) or "interrupted"
+    text = name_options(" ".join(str(error).split())) or "interrupted"
     kind = error.code if isinstance(error, RelayQuantError) else ""
     output.error = {"type": type(error).__name__, "code": kind, "message": text}
     try:

@@ -22,7 +22,7 @@ from relayquant.ir.rewrite.graph import tensor_dtype
 from relayquant.ir.state import list_functions
 
 FIX_SIZE = (
-    "Fix the symbolic dimension that it depends on: pass shapes= to load, or export a PyTorch "
+    "Fix the symbolic dimension that it depends on: load with shapes=, or export a PyTorch "
     "program without it in dynamic_shapes."
 )
 

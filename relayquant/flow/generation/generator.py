@@ -273,7 +273,7 @@ def check_prompt(index: int, tokens: Sequence[int], max_length: int, vocabulary:
             f"Prompt {index} has {format_count(len(tokens), 'token')}; allowed: at most "
             f"{max_length}. Shorten it. If the model was made for more tokens "
             "(max_position_embeddings of its config.json, context_length of a GGUF file), load it "
-            "with CausalLMOptions(max_length=...); --max-length of the command line.",
+            "with CausalLMOptions(max_length=...).",
             code="RQ302",
         )
     wrong = [token for token in tokens if not 0 <= token < vocabulary]

@@ -13,7 +13,7 @@ from relayquant.ir.rewrite.graph import free_vars, tensor_dtype, tensor_shape
 
 OTHERWISE = "Write this part of the model with other operators before its export"
 
-FIX_SIZES = "Fix the symbolic sizes of the inputs while loading: shapes=, --shape in a shell"
+FIX_SIZES = "Fix the symbolic sizes of the inputs while loading: shapes="
 
 
 class Refusal(ValueError):
@@ -83,7 +83,7 @@ def describe_failure(
     inputs = dict.fromkeys(name for value in late for name in find_inputs(value, find_value))
     if not inputs:
         sizes = dict.fromkeys(name for value in late for name in find_sizes(value, find_value))
-        fix = f"Fix {', '.join(sizes)} while loading: shapes=, --shape in a shell. Else "
+        fix = f"Fix {', '.join(sizes)} while loading: shapes=. Else "
         otherwise = f"{fix}{OTHERWISE[0].lower()}{OTHERWISE[1:]}" if sizes else OTHERWISE
         return f"{fault}. {otherwise}"
     fixed = ", ".join(f"{name!r}: value" for name in inputs)

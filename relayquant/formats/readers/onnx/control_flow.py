@@ -174,13 +174,13 @@ def refuse_source(bb: Builder, what: str, value: relax.Expr) -> Refusal:
     if not names:
         return Refusal(
             f"its {what} depends on sizes that are not known; supported: constants",
-            "Fix them while loading: shapes={name of an input: (2, 3)}, --shape in a shell",
+            "Fix them while loading: shapes={'NAME': (2, 3)}",
         )
     inputs = ", ".join(map(repr, names))
     return Refusal(
         f"its {what} is computed from {inputs} at run time; supported: constants",
         f"Fix an input while loading: inputs={{{names[0]!r}: value}}, or the sizes that it depends "
-        f"on: shapes={{{names[0]!r}: (...)}}; --input and --shape in a shell",
+        f"on: shapes={{{names[0]!r}: (...)}}",
     )
 
 

@@ -126,7 +126,7 @@ def take_diagonals(bb: Builder, term: Term) -> Term:
         raise Refusal(
             f"it takes the diagonal {repeated!r} of sizes {size} and {sizes[second]}; supported: "
             "equal sizes that are known",
-            "Fix them while loading: shapes={name of an input: (2, 3)}, --shape in a shell",
+            "Fix them while loading: shapes={'NAME': (2, 3)}",
         )
     others = [at for at in range(len(sizes)) if at not in (first, second)]
     value = bb.emit(relax.op.permute_dims(term.value, [first, second, *others]))

@@ -29,7 +29,7 @@ def find_length(bb: relax.BlockBuilder, data: relax.Expr, axis: int) -> int:
         name = next(find_inputs(data, bb.lookup_binding), "name of the input")
         raise Refusal(
             f"the length of its sequence is {size or 'not known'}; supported: known lengths",
-            f"Fix it while loading: shapes={{{name!r}: (...)}}, --shape in a shell",
+            f"Fix it while loading: shapes={{{name!r}: (...)}}",
         )
     if size < 1:
         raise Refusal("its sequence is empty")

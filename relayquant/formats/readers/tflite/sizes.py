@@ -157,8 +157,7 @@ def warn_of_open_sizes(inputs: Mapping[str, Sequence[int]]) -> None:
     warn_user(
         f"The file leaves sizes of inputs open, which are read as 1: "
         f"{', '.join(f'{name!r} {sizes}' for name, sizes in found.items())}. For others: "
-        f"shapes={{{name!r}: {fixed}}} (--shape {name}={','.join(map(str, fixed))} in a shell), or "
-        f"a name for any size: {{{name!r}: {named}}}.",
+        f"shapes={{{name!r}: {fixed}}}, or a name for any size: shapes={{{name!r}: {named}}}.",
         code="RQ202",
     )
 
