@@ -30,6 +30,12 @@ UNNAMED = "arr_0"
 #: number of bytes that is always allowed. Zeros compress by a factor of 1000, so without limits a
 #: small file could fill the memory.
 MOST_EXPANSION, LEAST_HELD = 100, 1 << 26
+#: how an .npz begins, as every zip does, and an .npy
+ZIP, NPY = b"PK", b"\x93NUMPY"
+ADVICE = (
+    "Write one with np.savez(path, **{input name: array with samples along axis 0}); np.loadtxt "
+    "reads a table of text. The commands of a shell take a folder of pictures, too."
+)
 
 
 @dataclass(frozen=True)
@@ -80,15 +86,14 @@ def open_archive(
     path: Path, inputs: tuple[InputInfo, ...], batch_size: int | None
 ) -> tuple[int, Callable[[], Iterator[Batch]]]:
     """Return (number of batches, function that yields them from the beginning)."""
-    advice = "Write one with np.savez(path, **{input name: array with samples along axis 0})."
     if not path.is_file():
         raise DataError(
-            f"The data set {str(path)!r} is not a file; expected an .npz. {advice}", code="RQ301"
+            f"The data set {str(path)!r} is not a file; expected an .npz. {ADVICE}", code="RQ301"
         )
     if path.suffix.lower() == ".npy" and len(inputs) != 1:
         raise DataError(
             f"{path} is an .npy file, which names no input, but the model has "
-            f"{format_count(len(inputs), 'input')} ({list_names(inputs)}). {advice}",
+            f"{format_count(len(inputs), 'input')} ({list_names(inputs)}). {ADVICE}",
             code="RQ302",
         )
     files = list_arrays(path)
@@ -123,8 +128,28 @@ def open_archive(
 def _open_archive(path: Path) -> _Archive | _OneArray:
     if path.suffix.lower() == ".npy":
         return _OneArray(path)
-    with reading(path, "data set in an .npz"):
-        return _Archive(path)
+    with reading(path, "data set in an .npz", advice=ADVICE):
+        try:
+            archive = _Archive(path)
+        except zipfile.BadZipFile:
+            raise ValueError(_explain_beginning(path)) from None
+        if not any(name.endswith(".npy") for name in archive.namelist()):
+            archive.close()
+            raise ValueError("it is a zip without an array of numpy")
+        return archive
+
+
+def _explain_beginning(path: Path) -> str:
+    """Say what is wrong with a file that is no zip."""
+    with path.open("rb") as file:
+        start = file.read(8)
+    if not start:
+        return "it is empty"
+    if start.startswith(ZIP):
+        return "it ends early, so copy or write it again"
+    if start.startswith(NPY):
+        return "it is an .npy file of another name, so name it .npy"
+    return f"it begins with {start!r}, and an .npz with {ZIP!r}"
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relayquant.data import Dataset, InputInfo, SampleSequence, open_dataset, open_sequences
+from relayquant.data.archive import list_arrays
 from relayquant.errors import ConfigError, DataError, DataWarning, format_count
 
 IMAGE = (InputInfo("image", ("n", 3, 4), "float32"),)
@@ -258,6 +259,26 @@ def test_paths__messages(tmp_path):
         open_dataset(tmp_path / "x.npy", PAIR)
     with pytest.raises(DataError, match=r"'nowhere.npy' is not a file"):
         open_dataset("nowhere.npy", IMAGE)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("d.csv", b"1.5,2\n", r"begins with b'1.5,2\\n', and an .npz with b'PK'\. .*np\.loadtxt"),
+        ("d.png", b"\x89PNG\r\n\x1a\n....", r"begins with b'\\x89PNG.*folder of pictures"),
+        ("d.npz", b"", r"it is empty\. Write one with np\.savez"),
+        ("d.npz", b"PK\x03\x04 the rest is missing", r"it ends early, so copy or write it again"),
+        ("d.npz", b"\x93NUMPY\x01\x00", r"so name it \.npy"),
+        ("d.npz", b"PK\x05\x06" + bytes(18), r"it is a zip without an array of numpy"),
+    ],
+)
+def test_archive__that_is_none(tmp_path, name, content, message):
+    """Named with what it is and what to do, also where a model has state."""
+    (tmp_path / name).write_bytes(content)
+    match = rf"{name} is no data set in an \.npz, or is damaged: .*{message}.*\[RQ502\]"
+    for read in (lambda path: open_dataset(path, IMAGE), list_arrays):
+        with pytest.raises(DataError, match=match):
+            read(tmp_path / name)
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
