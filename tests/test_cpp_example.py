@@ -272,6 +272,36 @@ def run_program(code: str, folder: Path, place: Path, *words) -> str:
     return done.stdout
 
 
+OPEN = """
+#include <cstdio>
+#include "relayquant.h"
+
+int main(int count, char** words) {
+  for (int at = 1; at < count; ++at) {
+    try {
+      relayquant::Model model(words[at]);
+      std::printf("opened\\n");
+    } catch (const std::exception& error) {
+      std::printf("%s\\n", error.what());
+    }
+  }
+}
+"""
+
+
+def test_model__of_a_folder_names_the_file_in_it(tmp_path):
+    folder, other = rq.export_bundle(STREAM, tmp_path / "deploy"), tmp_path / "other"
+    other.mkdir()
+    words = (folder, other, tmp_path / "none", folder / "model.so")
+    assert run_program(OPEN, folder, tmp_path, *words).splitlines() == [
+        f"{folder} is a folder. Pass the library in it: {folder}/model.so",
+        f"{other} is a folder. Pass the library in it: {other}/model.so, which it lacks. "
+        "export_bundle writes it",
+        f"There is no file {tmp_path}/none",
+        "opened",
+    ]
+
+
 GO_BACK = """
 #include <cstdio>
 #include "relayquant.h"

@@ -162,6 +162,12 @@ class Model {
   static ffi::Module load(const std::string& path) {
     // TVM's idle threads would spin, which costs more than it gains beside any other process.
     setenv("TVM_THREAD_POOL_SPIN_COUNT", "0", 0);
+    if (std::filesystem::is_directory(path)) {
+      const std::filesystem::path library = std::filesystem::path(path) / "model.so";
+      const bool is_there = std::filesystem::is_regular_file(library);
+      throw std::runtime_error(path + " is a folder. Pass the library in it: " + library.string() +
+                               (is_there ? "" : ", which it lacks. export_bundle writes it"));
+    }
     if (!std::filesystem::is_regular_file(path)) throw std::runtime_error("There is no file " + path);
     check_length(path);
     const std::string version = spell_version(path);
