@@ -56,12 +56,25 @@ def writing(
         if error.errno is None:  # raised by a library, not by a system call
             raise FileError(f"Cannot write {path}: {error}", code="RQ501") from error
         reason = os.strerror(error.errno)
-        if error.filename is not None and not is_near(error.filename, Path(path)):
-            reason = f"{error.filename}: {reason}"
+        name = error.filename2 or error.filename  # a copy has both: from, to
+        if name is not None and not is_near(name, Path(path)):
+            reason = f"{os.fsdecode(name)}: {reason}"
         remedy = REMEDIES.get(error.errno, remedy)
         raise FileError(
             f"Cannot write {path}: {reason}. {remedy}", error.errno, code="RQ501"
         ) from error
+
+
+@contextmanager
+def naming(path: Path, temporary: Path) -> Iterator[None]:
+    """Let a FileError inside the `with` block name `path`, not the temporary file or folder that is
+    renamed to it.
+    """
+    try:
+        yield
+    except FileError as error:
+        text = str(error).replace(str(temporary), str(path))
+        raise FileError(text, error.errno, code="RQ501") from error
 
 
 def is_near(name: Any, path: Path) -> bool:
@@ -87,7 +100,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         target = follow_link(path)
         temporary = make_temporary(target)
         try:
-            write(temporary)
+            with naming(path, temporary), writing(temporary):
+                write(temporary)
             umask = os.umask(0)
             os.umask(umask)
             temporary.chmod(0o666 & ~umask)
@@ -117,7 +131,8 @@ def replace_folder(path: Path, mark: str, write: Callable[[Path], object]) -> No
         with open_temporary_folder(path.parent) as folder:
             made, old = folder / "new", folder / "old"
             made.mkdir()
-            write(made)
+            with naming(path, made), writing(made):
+                write(made)
             if path.exists():
                 path.rename(old)
             try:

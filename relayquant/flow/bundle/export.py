@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -159,11 +160,11 @@ def write_files(
             "dlpack": Path(tvm_ffi.libinfo.find_dlpack_include_path()),
         }
         for name, place in headers.items():
-            shutil.copytree(place / name, folder / "include" / name)
+            copy_files(place / name, folder / "include" / name)
         source = Path(relayquant_runtime.__file__).parent
-        shutil.copytree(source / EXAMPLE, folder / "example")
+        copy_files(source / EXAMPLE, folder / "example")
         python = folder / "python" / source.name
-        shutil.copytree(source, python, ignore=shutil.ignore_patterns("__pycache__", EXAMPLE))
+        copy_files(source, python, without={"__pycache__", EXAMPLE})
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         rows = {
             path.relative_to(folder).as_posix(): {
@@ -174,3 +175,16 @@ def write_files(
         }
         text = json.dumps({**manifest, "files": rows}, indent=1)
         (folder / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def copy_files(source: Path, place: Path, without: Collection[str] = ()) -> None:
+    """Copy a folder, without files and folders of some names. It stops at the first error, which
+    `shutil.copytree` does not: on a full disk that would list every file and no cause.
+    """
+    for path in source.rglob("*"):
+        inner = path.relative_to(source)
+        if path.is_file() and not set(without) & {*inner.parts}:
+            copy = place / inner
+            with writing(copy):
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, copy)

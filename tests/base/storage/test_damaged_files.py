@@ -26,10 +26,11 @@ from quantized_models import GraphBuilder
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.base.storage.files import replace_folder, write_whole
 from relayquant.cli.files import load_mapping, load_module
 from relayquant.config.observers import MinMax
 from relayquant.data import InputInfo, open_dataset
-from relayquant.errors import RelayQuantError
+from relayquant.errors import FileError, RelayQuantError
 from relayquant.flow.refine.search_state import SearchState
 from relayquant.ir.ledger import find_ledger
 from relayquant.ir.rewrite.constants import count_constant_bytes
@@ -336,3 +337,40 @@ def test_write__a_full_disk_names_the_file(tmp_path):
     # Nothing is left half written but the checkpoint, which goes on.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
     assert not [path for path in tmp_path.rglob(".*") if path.is_file()]
+
+
+def fill_disk(place: Path) -> None:
+    """A system call that fails on this file."""
+    raise OSError(errno.ENOSPC, "", str(place))
+
+
+def copy_to_full_disk(place: Path) -> None:
+    """As `shutil.copyfile` fails, which names where it reads first."""
+    raise OSError(errno.ENOSPC, "", "/source", None, str(place))
+
+
+def write_on_full_disk(place: Path) -> None:
+    """A writer of ours, called by a writer of ours."""
+    write_whole(place, fill_disk)
+
+
+@pytest.mark.parametrize("fail", [fill_disk, copy_to_full_disk, write_on_full_disk])
+def test_write__an_error_within_names_the_path_that_was_given(tmp_path, fail):
+    """And not the temporary one, which the user has never heard of."""
+    file, folder = tmp_path / "out.bin", tmp_path / "deploy"
+
+    def fill(inner: Path) -> None:
+        (inner / "a" / "b").mkdir(parents=True)
+        fail(inner / "a" / "b" / "c")
+
+    for path, write in (
+        (file, lambda: write_whole(file, fail)),
+        (folder, lambda: replace_folder(folder, "mark", fill)),
+    ):
+        with pytest.raises(FileError, match=r"No space left on device\. Free space") as raised:
+            write()
+        words = str(raised.value).removeprefix("Cannot write ").replace(":", " ").split()
+        assert [word for word in words if "/" in word and not word.startswith(str(path))] == []
+        assert words[0].startswith(str(path))
+        assert raised.value.errno == errno.ENOSPC
+        assert [*tmp_path.iterdir()] == []
