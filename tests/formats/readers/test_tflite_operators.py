@@ -733,3 +733,76 @@ def test_wake_word__decides_as_the_float_model_over_ten_thousand_steps(tmp_path)
     same = answers[:, 0] == answers[:, 1]
     assert same.mean() >= 0.99
     assert same[-1000:].mean() >= 0.98
+
+
+SAME, VALID = 1, 2  # of the struct of C
+
+
+def write_transpose_conv_bias(path, x, weight, bias, shape, options):
+    """MediaPipe's operator, and beside it what LiteRT knows of the same meaning."""
+    given = [Tensor("x", x.shape), Tensor("w", weight.shape, values=weight)]
+    given += [Tensor("b", bias.shape, values=bias), Tensor("y", shape)]
+    call = Operator("Convolution2DTransposeBias", ["x", "w", "b"], ["y"], custom=options)
+    return write_model(path, given, [call], ["x"], ["y"])
+
+
+@pytest.mark.parametrize("padding", [SAME, VALID])
+@pytest.mark.parametrize("kernel", [(2, 2), (3, 4)])
+@pytest.mark.parametrize("strides", [(2, 2), (1, 3)])
+def test_transpose_conv_bias__is_litert_transpose_conv(strides, kernel, padding, tmp_path):
+    litert = pytest.importorskip("ai_edge_litert.interpreter")
+    rng = np.random.default_rng(0)
+    x, weight, bias = (
+        rng.normal(size=shape).astype("float32") for shape in ((1, 4, 6, 3), (5, *kernel, 3), (5,))
+    )
+    sizes = []
+    for size, width, stride in zip((4, 6), kernel, strides, strict=True):
+        cut = max(0, width - (size - 1) % stride - 1) if padding == SAME else 0
+        sizes.append(stride * (size - 1) + width - cut)
+    shape = (1, *sizes, 5)
+    options = np.array([padding, *reversed(strides), 0, 0], "<i4").tobytes()
+    path = write_transpose_conv_bias(tmp_path / "a.tflite", x, weight, bias, shape, options)
+    mod, _ = import_tflite(path)
+    fields = {"Padding": padding - 1, "StrideH": strides[0], "StrideW": strides[1]}
+    known = write_model(
+        tmp_path / "b.tflite",
+        [
+            Tensor("s", (4,), "int32", np.array(shape)),
+            Tensor("x", x.shape),
+            Tensor("w", weight.shape, values=weight),
+            Tensor("b", bias.shape, values=bias),
+            Tensor("t", shape),
+            Tensor("y", shape),
+        ],
+        [
+            Operator("TRANSPOSE_CONV", ["s", "w", "x"], ["t"], "TransposeConvOptions", fields),
+            ("ADD", ["t", "b"], "y"),
+        ],
+        ["x"],
+        ["y"],
+    )
+    machine = litert.Interpreter(str(known))
+    machine.allocate_tensors()
+    machine.set_tensor(machine.get_input_details()[0]["index"], x)
+    machine.invoke()
+    expected = machine.get_tensor(machine.get_output_details()[0]["index"])
+    (computed,) = rq.reference.run(mod, [x])
+    (compiled,) = rq.Executor(rq.compile(mod)).run("main", [x])
+    for found in (computed, compiled):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (b"\1\0\0\0", r"lacks its options \(padding, stride_width, stride_height\)"),
+        (np.array([3, 2, 2], "<i4").tobytes(), r"padding is 3, .* allowed: 1 \(SAME\) and 2"),
+        (np.array([1, 0, 2], "<i4").tobytes(), "strides are .0, 2.; allowed: .* from 1 on"),
+        (np.array([2, 2, 2], "<i4").tobytes(), r"has shape \(1, 9, 9, 1\), the file says"),
+    ],
+)
+def test_transpose_conv_bias__refused_by_name(options, message, tmp_path):
+    x, weight, bias = (np.ones(shape, "float32") for shape in ((1, 4, 4, 1), (1, 3, 3, 1), (1,)))
+    path = write_transpose_conv_bias(tmp_path / "a.tflite", x, weight, bias, (1, 8, 8, 1), options)
+    with pytest.raises(ModelError, match=message):
+        import_tflite(path)

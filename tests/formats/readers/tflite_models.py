@@ -36,7 +36,8 @@ class Tensor:
 @dataclass(frozen=True)
 class Operator:
     """A call of tensors by name or number; an input "" is left out. `options` is the name of a
-    table, `fields` are its fields: numbers, text and lists of integers.
+    table, `fields` are its fields: numbers, text and lists of integers. A kind that TFLite does not
+    have is a custom operator, whose options are `custom`.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Operator:
     outputs: Sequence[str | int]
     options: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
+    custom: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,8 @@ def write_model(
             prefix = "BuiltinOptions2" if second else "BuiltinOptions"
             parts[prefix] = make_table(call.options, **fields)
             parts[f"{prefix}Type"] = getattr(union, call.options)
+        if call.custom:
+            parts["CustomOptions"] = builder.CreateByteVector(call.custom)
         return make_table("Operator", OpcodeIndex=kinds.index(call.kind), **parts)
 
     def make_graph(graph):
@@ -172,15 +176,19 @@ def write_model(
     kinds = list(dict.fromkeys(call.kind for graph in graphs for call in graph.operators))
     buffers, behind = [make_table("Buffer")], []
     tables = [make_graph(graph) for graph in graphs]
-    codes = [
-        make_table(
-            "OperatorCode",
-            BuiltinCode=getattr(tflite.BuiltinOperator, kind),
-            DeprecatedBuiltinCode=0 if is_new else min(127, getattr(tflite.BuiltinOperator, kind)),
-            Version=1,
+    codes = []
+    for kind in kinds:
+        number = getattr(tflite.BuiltinOperator, kind, tflite.BuiltinOperator.CUSTOM)
+        is_custom = number == tflite.BuiltinOperator.CUSTOM
+        codes.append(
+            make_table(
+                "OperatorCode",
+                BuiltinCode=number,
+                DeprecatedBuiltinCode=0 if is_new else min(127, number),
+                Version=1,
+                **({"CustomCode": builder.CreateString(kind)} if is_custom else {}),
+            )
         )
-        for kind in kinds
-    ]
     parts = {
         "OperatorCodes": make_tables(tflite.ModelStartOperatorCodesVector, codes),
         "Subgraphs": make_tables(tflite.ModelStartSubgraphsVector, tables),

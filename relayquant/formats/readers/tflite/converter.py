@@ -23,6 +23,7 @@ from relayquant.formats.readers.names import MARK, SourceNode
 from relayquant.formats.readers.refusal import OTHERWISE, NotConstant, Refusal, describe_failure
 from relayquant.formats.readers.tflite.control_flow import FLOW, STATE, AssignedVariable
 from relayquant.formats.readers.tflite.operators import OPERATORS
+from relayquant.formats.readers.tflite.options import name_custom_operator
 from relayquant.formats.readers.tflite.recurrent import LAYERS, check_floats, convert_layer
 from relayquant.formats.readers.tflite.sizes import OpenSizes, read_signature
 from relayquant.formats.readers.tflite.tables import SIZES
@@ -204,6 +205,11 @@ class Converter(FRONTEND.OperatorConverter):
         self.integer_types = {getattr(TensorType, n.upper()): n for n in ("int8", "uint8", "int16")}
         table = OPERATORS | FLOW | dict.fromkeys(LAYERS, convert_layer)
         self.convert_map |= {kind: partial(f, self) for kind, f in table.items()}
+
+    def get_op_code_str(self, op: Any) -> str:
+        """Return the type of an operator. The type of a custom one is its name."""
+        custom = name_custom_operator(self.model.OperatorCodes(op.OpcodeIndex()))
+        return custom or super().get_op_code_str(op)
 
     # -- operands: a constant may stand wherever a value of the run time may -----------------------
 

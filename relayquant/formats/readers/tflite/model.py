@@ -20,7 +20,8 @@ from relayquant.formats.readers.names import SourceNode, name_values
 from relayquant.formats.readers.refusal import OTHERWISE
 from relayquant.formats.readers.state import StatePair, hold_state
 from relayquant.formats.readers.tflite.converter import FRONTEND, Converter, VariableTable
-from relayquant.formats.readers.tflite.options import read_options
+from relayquant.formats.readers.tflite.operators import CUSTOM_OPERATORS
+from relayquant.formats.readers.tflite.options import name_custom_operator, read_options
 from relayquant.formats.readers.tflite.sizes import OpenSizes, check_same, choose_sizes
 from relayquant.formats.readers.tflite.tables import check_tables, list_codes, open_model
 from relayquant.ir.rewrite.function import add_functions
@@ -71,7 +72,7 @@ def import_tflite(
 
 
 def read_file(path: Path, tflite: Any) -> Any:
-    """Read the model in a file and check its tables. Custom operators raise ModelError."""
+    """Read the model in a file and check its tables. Unknown custom operators raise ModelError."""
     data = path.read_bytes()
     if data[4:8] != FILE_IDENTIFIER:
         raise ModelError(
@@ -175,11 +176,11 @@ def add_variables(mod: tvm.IRModule, found: VariableTable) -> tuple[tvm.IRModule
 
 
 def list_custom_operators(model: Any) -> list[str]:
-    """List the custom operators by name, with the number of calls."""
+    """List the custom operators that are not known, by name, with the number of calls."""
     names: dict[int, str] = {}
     for index in range(model.OperatorCodesLength()):
-        custom = model.OperatorCodes(index).CustomCode()
-        if custom is not None:
-            names[index] = custom.decode("utf-8", "replace")
+        code = model.OperatorCodes(index)
+        if code.CustomCode() is not None and name_custom_operator(code) not in CUSTOM_OPERATORS:
+            names[index] = code.CustomCode().decode("utf-8", "replace")
     calls = Counter(names[code] for code in list_codes(model) if code in names)
     return [f"{name!r} ({format_count(count, 'call')})" for name, count in calls.items()]

@@ -582,6 +582,37 @@ def convert_transpose_conv(converter: Any, op: Any) -> relax.Expr:
     return converter.convert_fused_activation_function(value, function)
 
 
+def convert_transpose_conv_bias(converter: Any, op: Any) -> relax.Expr:
+    """Convert MediaPipe's transposed convolution with a bias. Its options are a struct of C:
+    padding (1: SAME, 2: VALID), horizontal and vertical stride.
+    """
+    raw = op.CustomOptionsAsNumpy()
+    if not isinstance(raw, np.ndarray) or raw.size < 12:
+        raise Refusal("it lacks its options (padding, stride_width, stride_height)")
+    padding, *strides = np.frombuffer(raw.tobytes()[:12], "<i4").tolist()
+    if padding not in (1, 2) or min(strides) < 1:
+        raise Refusal(
+            f"its padding is {padding}, its strides are {strides}; allowed: 1 (SAME) and 2 "
+            "(VALID), and strides from 1 on"
+        )
+    data, weight, bias = operands(converter, op)
+    before, after = [], []
+    for axis, stride in zip((1, 2), reversed(strides), strict=True):
+        kernel, size = find_shape(weight)[axis], find_shape(data)[axis]
+        cut = max(0, kernel - (size - 1) % stride - 1) if padding == 1 else 0
+        before.append(cut // 2)
+        after.append(cut - cut // 2)
+    value = relax.op.nn.conv2d_transpose(
+        data,
+        converter.bb.emit(relax.op.permute_dims(weight, [3, 0, 1, 2])),
+        strides=strides[::-1],
+        padding=(*before, *after),
+        data_layout="NHWC",
+        kernel_layout="IOHW",
+    )
+    return relax.op.add(converter.bb.emit(value), bias)
+
+
 def convert_resize_nearest(converter: Any, op: Any) -> relax.Expr:
     """Convert RESIZE_NEAREST_NEIGHBOR. With aligned corners, TFLite rounds halves up and TVM does
     not.
@@ -671,6 +702,10 @@ def refuse_random(converter: Any, op: Any) -> relax.Expr:
 
 
 #: Converts an operator, given the converter and the operator.
+CUSTOM_OPERATORS: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
+    "Convolution2DTransposeBias": convert_transpose_conv_bias,
+}
+
 OPERATORS: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
     "ARG_MAX": partial(convert_arg, relax.op.argmax),
     "ARG_MIN": partial(convert_arg, relax.op.argmin),
@@ -734,4 +769,5 @@ OPERATORS: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
     "TRANSPOSE_CONV": convert_transpose_conv,
     "UNPACK": convert_unpack,
     "WHERE": refuse_where,
+    **CUSTOM_OPERATORS,
 }

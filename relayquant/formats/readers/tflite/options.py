@@ -1,4 +1,4 @@
-"""TensorFlow Lite reader: the options of an operator."""
+"""TensorFlow Lite reader: the options of an operator, and the name of a custom one."""
 
 from __future__ import annotations
 
@@ -23,3 +23,11 @@ def read_options(op: Any, name: str) -> Any:
     options = getattr(tflite, name)()
     options.Init(table.Bytes, table.Pos)
     return options
+
+
+def name_custom_operator(code: Any) -> str:
+    """Return the name of an operator code that stands for a custom operator, "" of another one."""
+    from tflite import BuiltinOperator
+
+    is_custom = max(code.BuiltinCode(), code.DeprecatedBuiltinCode()) == BuiltinOperator.CUSTOM
+    return (code.CustomCode() or b"").decode("utf-8", "replace") if is_custom else ""
