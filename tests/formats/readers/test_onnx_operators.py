@@ -14,7 +14,13 @@ from onnx.reference import ReferenceEvaluator
 from onnx_graphs import describe
 from onnx_graphs import make_model as make_drawn_model
 from onnx_runtime import run_onnxruntime
-from test_onnx import draw, make_model, operators_of, run_imported
+from test_onnx import (
+    check_against_onnxruntime,
+    draw,
+    make_model,
+    operators_of,
+    run_imported,
+)
 
 import relayquant as rq
 from relayquant.errors import ModelError
@@ -427,3 +433,32 @@ def test_roi_align__regions_are_scaled_then_moved(scale, place, opset):
     (expected,) = runtime.InferenceSession(model.SerializeToString()).run(None, inputs)
     (found,) = rq.reference.run(import_onnx(model)[0], inputs)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def make_reverse_sequence(x, lengths, **axes):
+    node = helper.make_node("ReverseSequence", ["x", "n"], ["y"], **axes)
+    model = make_mixed_model(node, {"x": x, "n": lengths}, 13)
+    kind = helper.np_dtype_to_tensor_dtype(x.dtype)
+    model.graph.output[0].type.tensor_type.elem_type = kind
+    return model
+
+
+@pytest.mark.parametrize("axes", [{}, {"batch_axis": 0, "time_axis": 1}])
+@pytest.mark.parametrize("shape", [(4, 4), (4, 4, 3)])
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_reverse_sequence__takes_steps_backwards(dtype, shape, axes):
+    x, lengths = draw(*shape).astype(dtype), np.array([1, 4, 3, 2])
+    model = make_reverse_sequence(x, lengths, **axes)
+    mod = check_against_onnxruntime(model, {"x": x, "n": lengths})
+    (computed,) = rq.reference.run(mod, [x, lengths])
+    np.testing.assert_array_equal(computed, run_onnxruntime(model, {"x": x, "n": lengths})[0])
+
+
+def test_reverse_sequence__symbolic_sizes():
+    for time, lengths in ((3, [3, 2]), (5, [1, 5, 4])):
+        x, n = draw(time, len(lengths), 2), np.array(lengths)
+        model = make_reverse_sequence(x, n)
+        sizes = model.graph.input[0].type.tensor_type.shape.dim
+        sizes[0].dim_param, sizes[1].dim_param = "T", "N"
+        model.graph.input[1].type.tensor_type.shape.dim[0].dim_param = "N"
+        check_against_onnxruntime(model, {"x": x, "n": n})

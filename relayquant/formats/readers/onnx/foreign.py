@@ -20,6 +20,15 @@ from relayquant.formats.readers.onnx.contrib import (
 )
 from relayquant.formats.readers.onnx.conversion import Convert, Operands
 from relayquant.formats.readers.onnx.convolutions import convert_fused_conv
+from relayquant.formats.readers.onnx.estimators import (
+    convert_feature_extractor,
+    convert_imputer,
+    convert_linear_classifier,
+    convert_linear_regressor,
+    convert_normalizer,
+    convert_scaler,
+    refuse_zip_map,
+)
 from relayquant.formats.readers.onnx.fused import (
     convert_fused_gemm,
     convert_fused_matmul,
@@ -114,6 +123,33 @@ FOREIGN: dict[str, dict[str, ForeignOperator]] = {
             ("axis", "epsilon", "stash_type"),
             mixes_floats=True,
         ),
+    },
+    "ai.onnx.ml": {
+        "ArrayFeatureExtractor": ForeignOperator(convert_feature_extractor),
+        "Imputer": ForeignOperator(
+            convert_imputer,
+            (
+                *("imputed_value_floats", "imputed_value_int64s"),
+                *("replaced_value_float", "replaced_value_int64"),
+            ),
+        ),
+        "LinearClassifier": ForeignOperator(
+            convert_linear_classifier,
+            # what computes the scores does not depend on multi_class
+            (
+                *("classlabels_ints", "classlabels_strings", "coefficients", "intercepts"),
+                *("multi_class", "post_transform"),
+            ),
+            required=("coefficients",),
+        ),
+        "LinearRegressor": ForeignOperator(
+            convert_linear_regressor,
+            ("coefficients", "intercepts", "post_transform", "targets"),
+            required=("coefficients",),
+        ),
+        "Normalizer": ForeignOperator(convert_normalizer, ("norm",)),
+        "Scaler": ForeignOperator(convert_scaler, ("offset", "scale")),
+        "ZipMap": ForeignOperator(refuse_zip_map, ("classlabels_int64s", "classlabels_strings")),
     },
     "com.microsoft": {
         "Attention": ForeignOperator(

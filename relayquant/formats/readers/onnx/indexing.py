@@ -83,3 +83,23 @@ def count_along(bb: Builder, data: relax.Expr, index: relax.Expr, axis: int) -> 
         dtype = tensor_dtype(index)
         size = bb.emit(relax.op.astype(emit_item(bb, emit_sizes(bb, data), axis), dtype))
     return count_from_start(bb, index, size)
+
+
+def convert_reverse_sequence(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
+    """Convert ReverseSequence: of each sequence, the first `length` steps are taken backwards."""
+    data, lengths = inputs
+    batch, time = int(attrs.get("batch_axis", 1)), int(attrs.get("time_axis", 0))
+    if sorted((batch, time)) != [0, 1]:
+        raise Refusal(f"its batch_axis is {batch}, its time_axis {time}; allowed: 0 and 1")
+    order = [batch, time, *range(2, data.ty.ndim)]
+    data = bb.emit(relax.op.permute_dims(data, order))
+    steps = bb.emit(relax.op.arange(0, data.ty.shape.values[1], 1, "int64"))
+    lengths = bb.emit(relax.op.expand_dims(lengths, 1))
+    mirrored = bb.emit(
+        relax.op.subtract(lengths, bb.emit(relax.op.add(steps, relax.const(1, "int64"))))
+    )
+    is_inside = bb.emit(relax.op.less(steps, lengths))
+    places = bb.emit(relax.op.where(is_inside, mirrored, steps))
+    places = bb.emit(relax.op.expand_dims(places, 2))
+    value = bb.emit(relax.op.gather_nd(data, places, batch_dims=1))
+    return relax.op.permute_dims(value, order)

@@ -42,6 +42,7 @@ from relayquant.formats.readers.onnx.frontend import round_once, sum_in_float32
 from relayquant.formats.readers.onnx.indexing import (
     convert_gather,
     convert_gather_elements,
+    convert_reverse_sequence,
     convert_scatter_elements,
     convert_slice,
 )
@@ -285,6 +286,7 @@ OPERATORS: dict[str, Convert] = {
     "OneHot": convert_one_hot,
     "Pad": convert_pad,
     "QuantizeLinear": convert_quantize_linear,
+    "ReverseSequence": convert_reverse_sequence,
     "RNN": functools.partial(convert_recurrent, RNN),
     "Range": limit_range,
     "GatherElements": convert_gather_elements,
