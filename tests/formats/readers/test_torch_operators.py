@@ -247,14 +247,6 @@ def test_operator__with_drawn_attributes(draw, seed):
             r"operator aten.convolution.default\) .*supported: what TVM's .*\. Write this part",
         ),
         (
-            lambda x: torch.fft.rfft(x).abs(),
-            r"complex numbers \(nodes '_fft_r2c'\); supported: real ones.*two constant matrices",
-        ),
-        (
-            lambda x: torch.view_as_real(x.sum() * torch.tensor(1j)),
-            r"complex numbers \(nodes .*supported: real ones",
-        ),
-        (
             lambda x: x.logcumsumexp(1) + x.mode(1, keepdim=True)[0],
             r"Not supported, 2 operators of the model: aten.logcumsumexp.default \(nodes .*Write",
         ),

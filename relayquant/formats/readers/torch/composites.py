@@ -16,6 +16,8 @@ from typing import Any
 from numpy.polynomial import chebyshev
 from scipy import special
 
+from relayquant.formats.readers.torch.complex_numbers import write_full, write_polar
+
 #: The x at which t = 1 / 2, and the degree of p, in `write_erfc`. With degree 20 the error is
 #: 10^-14.
 ERFC_PLACE = 4.0
@@ -528,6 +530,24 @@ def write_unfold(data: Any, dimension: int, size: int, step: int) -> Any:
     return data.index_select(axis, at).reshape(shape).movedim(axis + 1, -1)
 
 
+def write_unfold_backward(data: Any, sizes: Any, dim: int, size: int, step: int) -> Any:
+    """Write unfold_backward, which adds windows up where they overlap, as a sum of rows: a window
+    is cut into rows of `step`, of which row r of window f is added to row f + r.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    rows, axis = -(-size // step), dim % len(sizes)
+    data = data.movedim(axis, -2)
+    count, outer = data.shape[-2], data.shape[:-2]
+    data = torch.constant_pad_nd(data, [0, rows * step - size])
+    data = data.reshape(*outer, count, rows, step)
+    total = sum(
+        torch.constant_pad_nd(data[..., row, :], [0, 0, row, rows - 1 - row]) for row in range(rows)
+    ).reshape(*outer, (count + rows - 1) * step)
+    missing = sizes[axis] - (count + rows - 1) * step
+    return torch.constant_pad_nd(total, [0, missing]).movedim(-1, axis)
+
+
 def write_pad(data: Any, pad: Any, value: Any = 0) -> Any:
     """Write pad by a negative number: crop, then pad the rest. By a run-time size: cat with
     tensors of the value.
@@ -612,6 +632,7 @@ COMPOSITES: dict[str, Composite] = {
     "exp2.default": write_exp2,
     **{f"{name}.default": functools.partial(write_near_zero, name) for name in NEAR_ZERO},
     "fmax.default": write_fmax,
+    "full.default": write_full,
     "fmin.default": write_fmin,
     "hypot.default": write_hypot,
     "index_reduce.default": write_index_reduce,
@@ -621,6 +642,7 @@ COMPOSITES: dict[str, Composite] = {
     "masked_scatter.default": write_masked_scatter,
     "_native_batch_norm_legit.no_stats": write_norm_of_batch,
     "one_hot.default": write_one_hot,
+    "polar.default": write_polar,
     "pow.Tensor_Scalar": write_pow,
     "remainder.Scalar_Tensor": write_remainder,
     "repeat.default": write_repeat,
@@ -632,6 +654,7 @@ COMPOSITES: dict[str, Composite] = {
     "sinc.default": write_sinc,
     "_trilinear.default": write_trilinear,
     "unfold.default": write_unfold,
+    "unfold_backward.default": write_unfold_backward,
     "var.correction": write_var,
     "var_mean.correction": write_var_mean,
     **{f"xlogy.{form}": write_xlogy for form in ("Tensor", "Scalar_Self", "Scalar_Other")},

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from relayquant.formats.readers.torch.complex_numbers import PART_COMPOSITES, split_complex
 from relayquant.formats.readers.torch.composites import COMPOSITES
 
 Decomposition = Callable[..., Any]
@@ -95,6 +96,8 @@ def make_decompositions() -> Any:
     put("softplus.default", keep)
     for name in COMPUTED_WIDE:
         put(name, compute_wide)
+    for name in PART_COMPOSITES:
+        put(name, lambda _, own, write=PART_COMPOSITES[name]: split_complex(own, write))
     return table
 
 

@@ -26,6 +26,13 @@ from relayquant.formats.readers.refusal import Refusal, describe_failure
 from relayquant.formats.readers.state import hold_state
 from relayquant.formats.readers.torch.aliases import describe_place, join_aliases
 from relayquant.formats.readers.torch.archive import drop_stacks, read_program, silence_torch
+from relayquant.formats.readers.torch.complex_numbers import (
+    COMPLEX_OPERATORS,
+    Pair,
+    find_conversion,
+    name_parts,
+    split_constants,
+)
 from relayquant.formats.readers.torch.decompositions import find_release, make_decompositions
 from relayquant.formats.readers.torch.operators import OPERATORS, result_dtype
 from relayquant.formats.readers.torch.quantized import make_converters
@@ -170,9 +177,11 @@ def _import_program(
         if not may_have_state:
             refuse_state(program)
         state = take_state(program)
+        split_constants(program)
         constants = find_constants(program)
         converters = {
             **OPERATORS,
+            **COMPLEX_OPERATORS,
             **make_recurrent_converters(constants),
             **make_converters(constants),
         }
@@ -250,6 +259,7 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
     if takes_axis_of_number(node):
         convert = functools.partial(convert_as_vector, importer, convert)
     try:
+        convert = find_conversion(importer, node, convert)
         is_narrow = has_narrow_result(node)
         if is_narrow and (str(node.target) in COMPUTED_WIDE or has_wide_number(node)):
             return convert_widened(importer, convert, node, *more)
@@ -264,7 +274,10 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
     except ModelError:
         raise  # an error of a node in a branch
     except Exception as error:
-        operands = {each.name: importer.env.get(each) for each in node.all_input_nodes}
+        given = {each.name: importer.env.get(each) for each in node.all_input_nodes}
+        operands = {
+            name: each.real if isinstance(each, Pair) else each for name, each in given.items()
+        }
         raise ModelError(
             f"{describe_node(node)} cannot be converted: {describe_failure(error, operands)}.",
             code="RQ202",
@@ -297,24 +310,26 @@ def refuse_other_form(importer: Any, node: Any, value: Any) -> None:
     if getattr(maker.target, "namespace", "") == "quantized_decomposed":
         return
     if all(has_form(each, importer.env.get(each)) for each in node.all_input_nodes):
-        wanted = node.meta["val"]
+        wanted, made = node.meta["val"], value.real if isinstance(value, Pair) else value
         raise Refusal(
-            f"{node.name} would become {tensor_dtype(value)} {tensor_shape(value)}, and is "
+            f"{node.name} would become {tensor_dtype(made)} {tensor_shape(made)}, and is "
             f"{result_dtype(node)} {tuple(wanted.shape)} in PyTorch; supported: PyTorch's form"
         )
 
 
 def has_form(node: Any, value: Any) -> bool:
-    """Whether a converted tensor has the dtype, the rank and the fixed sizes of PyTorch. True for
-    what is no tensor.
+    """Whether a converted tensor has the dtype, the rank and the fixed sizes of PyTorch, complex
+    numbers those of their parts. True for what is no tensor.
     """
     import torch  # pyright: ignore[reportMissingImports]
 
-    wanted = node.meta.get("val")
+    wanted, find_dtype = node.meta.get("val"), result_dtype
+    if isinstance(value, Pair):
+        value, find_dtype = value.real, name_parts
     if not isinstance(wanted, torch.Tensor) or not is_tensor(value):
         return True
     shape = tensor_shape(value)
-    if result_dtype(node) != tensor_dtype(value):
+    if find_dtype(node) != tensor_dtype(value):
         return False
     return shape is None or (
         len(shape) == wanted.ndim

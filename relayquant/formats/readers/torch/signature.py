@@ -144,19 +144,20 @@ def check_signature(signature: Any) -> None:
 
 
 def refuse_complex(program: Any) -> None:
-    """Check that a decomposed program computes with real numbers alone.
+    """Check that inputs, results and state of a decomposed program are real.
 
     Raises:
-        ModelError: it has complex numbers. Names where they are.
+        ModelError: some are complex. Names them.
     """
-    values = ((node.name, node.meta.get("val")) for node in program.graph.nodes)
-    names = [name for name, value in values if getattr(value, "is_complex", bool)()]
+    signature, nodes = program.graph_signature, {node.name: node for node in program.graph.nodes}
+    given = [*signature.user_inputs, *(spec.arg.name for spec in signature.output_specs)]
+    values = {name: nodes[name].meta.get("val") for name in given if name in nodes}
+    names = [name for name, value in values.items() if getattr(value, "is_complex", bool)()]
     if names:
         raise ModelError(
-            f"The program computes with complex numbers (nodes {quote_names(names)}); supported: "
-            "real ones. Write real and imaginary parts as two tensors before its export. A Fourier "
-            "transform of a fixed size is a product with two constant matrices, of cosines and of "
-            "sines.",
+            f"The program has complex inputs, results or state ({quote_names(names)}); supported: "
+            "real ones. Take pairs and begin with torch.view_as_complex(x), return "
+            "torch.view_as_real(y).",
             code="RQ202",
         )
 
