@@ -10,6 +10,7 @@ from tiny_llama import (
     ROWS,
     SIZES,
     TOKENS,
+    list_calls,
     make_llama,
     make_prefill,
     take_function,
@@ -19,7 +20,6 @@ from tvm import relax
 import relayquant as rq
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.lowering.grouped import lower_grouped
-from relayquant.ir.dialect.legality import list_calls
 from relayquant.ir.rewrite.graph import call_name
 
 
