@@ -325,6 +325,25 @@ def test_modules__no_circle() -> None:
         pytest.fail(f"these import each other in a circle: {' -> '.join(error.args[1])}")
 
 
+def folder_of(module: str) -> str:
+    """The folder within a room that a module lies in, "" if it lies in the room itself."""
+    parts = module.split(".")
+    folder = ".".join(parts[:3])
+    return folder if len(parts) > 2 and SOURCES[folder].name == "__init__.py" else ""
+
+
+def test_folders__no_circle() -> None:
+    """A reader who knows the folders below one knows all that it builds on."""
+    edges: dict[str, set[str]] = {folder_of(module): set() for module in SOURCES}
+    for module, _, name in list_imports():
+        if folder_of(module) and folder_of(name) not in ("", folder_of(module)):
+            edges[folder_of(module)].add(folder_of(name))
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        pytest.fail(f"these folders import each other in a circle: {' -> '.join(error.args[1])}")
+
+
 def test_classes__one_meaning_for_a_name() -> None:
     """No class is called as another of the package, also inside of functions: who reads a name need
     not ask which one.

@@ -25,11 +25,10 @@ from tvm.target import Target
 
 from relayquant.base.runtime import ALIGNMENT
 from relayquant.codegen.kernels.isa.target import ARCHITECTURES_64, read_triple
+from relayquant.codegen.library.host_functions import IS_INNER
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
 from relayquant.ir.rewrite.inline import substitute
 
-#: Marks a PrimFunc whose arguments are all known to be valid.
-IS_INNER = "relayquant.is_inner"
 #: Operators whose result uses the memory of their first argument.
 VIEWS = frozenset(["relax.reshape", "relax.memory.view", "relax.memory.ensure_zero_offset"])
 

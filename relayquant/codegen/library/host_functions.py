@@ -15,11 +15,13 @@ from tvm.ir import BaseFunc, GlobalVar
 from tvm.ir.transform import PassContext
 from tvm.tirx.compilation_pipeline import get_tir_pipeline, register_tir_pipeline
 
-from relayquant.codegen.checks.inputs import IS_INNER
 from relayquant.codegen.library.falling_positions import turn_positions
 from relayquant.codegen.library.position_divisions import divide_positions
 from relayquant.ir.dialect.cost import MACS_ATTR
 from relayquant.ir.rewrite.function import take_functions
+
+#: Marks a PrimFunc whose arguments are all known to be valid.
+IS_INNER = "relayquant.is_inner"
 
 #: Name of the pipeline. TVM accepts a pipeline of kernels only by name.
 KERNEL_PIPELINE = "relayquant"

@@ -30,6 +30,7 @@ from relayquant.codegen.rewrites.sunk_transposes import sink_transposes
 from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
 from relayquant.ir.rewrite.casts import canonicalize_bindings
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
+from relayquant.ir.rewrite.function import is_one_block
 from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.walker import tidy_module
 
@@ -90,17 +91,6 @@ def depends_on_data(value: relax.Expr) -> bool:
     if not isinstance(value, Call) or op_name(value) in SHAPE_READERS:
         return False
     return any(isinstance(var.ty, relax.TensorType | relax.TupleType) for var in free_vars(value))
-
-
-def is_one_block(mod: IRModule) -> bool:
-    """Whether main is one dataflow block, as rules require."""
-    names = [gv.name_hint for gv in mod.get_global_vars()]
-    if "main" not in names or not isinstance(mod["main"], relax.Function):
-        return False
-    body = mod["main"].body
-    if not isinstance(body, relax.SeqExpr) or len(body.blocks) != 1:
-        return False
-    return isinstance(body.blocks[0], relax.DataflowBlock)
 
 
 def _transpose_of_constant() -> Rule:

@@ -80,6 +80,17 @@ def map_functions(
     return add_functions(mod, changed) if changed else mod
 
 
+def is_one_block(mod: tvm.IRModule) -> bool:
+    """Whether main is one dataflow block, as rules require."""
+    names = [gv.name_hint for gv in mod.get_global_vars()]
+    if "main" not in names or not isinstance(mod["main"], relax.Function):
+        return False
+    body = mod["main"].body
+    if not isinstance(body, relax.SeqExpr) or len(body.blocks) != 1:
+        return False
+    return isinstance(body.blocks[0], relax.DataflowBlock)
+
+
 def mutate_functions(mod: tvm.IRModule, mutator: relax.PyExprMutator) -> tvm.IRModule:
     """Return the module with its Relax functions as a mutator of the module makes them, and with
     the functions that the mutator adds to its builder.

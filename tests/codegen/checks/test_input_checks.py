@@ -12,8 +12,9 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relayquant as rq
-from relayquant.codegen.checks.inputs import IS_INNER, check_inputs
+from relayquant.codegen.checks.inputs import check_inputs
 from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.codegen.library.host_functions import IS_INNER
 
 SHAPE = (8, 16)
 

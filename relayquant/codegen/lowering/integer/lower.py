@@ -22,11 +22,11 @@ from relayquant.codegen.lowering.integer.elementwise import ELEMENTWISE_RULES
 from relayquant.codegen.lowering.integer.linear import LINEAR_RULES
 from relayquant.codegen.lowering.kernel_call import IntegerRule, KernelContext
 from relayquant.codegen.lowering.shared_kernels import share_kernels
-from relayquant.codegen.rewrites.layout import is_one_block
 from relayquant.codegen.tuning.tuner import ChooseSchedule, keep_estimate
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.constants import count_constant_bytes
+from relayquant.ir.rewrite.function import is_one_block
 from relayquant.ir.rewrite.rule import OnSkip, log_skip
 from relayquant.ir.rewrite.walker import tidy_module
 
