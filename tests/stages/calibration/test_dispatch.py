@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -272,6 +273,7 @@ def test_dask__a_cluster_of_two_processes(tmp_path):
     distributed = pytest.importorskip("distributed", reason="the extra dask is not installed")
     want = calibrated(tmp_path / "here", effort="fast")
     with (
+        mock.patch.dict(os.environ),  # dask sets glibc's limits there for all later tests
         distributed.LocalCluster(
             n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
         ) as cluster,
