@@ -110,9 +110,10 @@ def test_stft__steps(step, size):
 
 
 @pytest.mark.slow
-def test_stft__symbolic_signal():
+@pytest.mark.parametrize("step", [3, 4, 20])
+def test_stft__symbolic_signal(step):
     node = helper.make_node("STFT", ["x", "step", "w"], ["y"])
-    weights = {"step": np.array(4), "w": np.hamming(16).astype("float32")}
+    weights = {"step": np.array(step), "w": np.hamming(16).astype("float32")}
     model = make_model([node], {"x": ["N", "L", 1]}, weights=weights, opset=17)
     mod, _ = import_onnx(model)
     for shape in ((1, 16, 1), (3, 50, 1)):
