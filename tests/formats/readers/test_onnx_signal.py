@@ -9,6 +9,7 @@ from onnx.reference import ReferenceEvaluator
 from test_onnx import draw, make_model, run_imported
 from test_onnx_operators import make_mixed_model
 
+import relayquant as rq
 from relayquant.errors import ModelError
 from relayquant.formats.readers import import_onnx
 from relayquant.ir.dialect.fourier import MOST_ELEMENTS
@@ -107,6 +108,15 @@ def test_stft__steps(step, size):
     node = helper.make_node("STFT", ["x", "step", "w", ""], ["y"])
     weights = {"step": np.array(step), "w": np.hanning(8).astype("float32")}
     check(node, draw(2, size, 1), weights, 17)
+
+
+def test_stft__of_known_length_is_written_in_relay():
+    node = helper.make_node("STFT", ["x", "step", "w", ""], ["y"])
+    weights = {"step": np.array(5), "w": np.hanning(16).astype("float32")}
+    model, x = make_model([node], {"x": (1, 70, 1)}, weights=weights, opset=17), draw(1, 70, 1)
+    (expected,) = ReferenceEvaluator(model).run(None, {"x": x})
+    (found,) = rq.reference.run(rq.relay.from_text(*rq.relay.to_text(rq.load(model))), [x])
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.slow

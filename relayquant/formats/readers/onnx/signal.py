@@ -13,7 +13,7 @@ from relayquant.formats.readers.fourier import count_values, emit_transform
 from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.sizes import known_shape
 from relayquant.formats.readers.refusal import NotConstant, Refusal
-from relayquant.ir.rewrite.graph import constant_value
+from relayquant.ir.rewrite.graph import constant_value, static_size
 
 
 def read_integer(inputs: Sequence[Any], at: int, what: str) -> int | None:
@@ -107,10 +107,16 @@ def cut_frames(bb: Builder, data: relax.Expr, length: int, step: int) -> relax.E
         data = bb.emit(relax.op.nn.pad(data, [0, 0, 0, missing, 0, 0]))
     data = bb.emit(relax.op.strided_slice(data, [1], [0], [used], [1], assume_inbound=True))
     data = bb.emit(relax.op.reshape(data, [batch, count + rows - 1, step, parts]))
-    begins = bb.emit(relax.op.reshape(bb.emit(relax.op.arange(0, count, 1, "int64")), [count, 1]))
-    places = bb.emit(relax.op.add(begins, relax.const(np.arange(rows).reshape(1, -1), "int64")))
-    frames = bb.emit(relax.op.take(data, places, axis=1))
+    frames = bb.emit(relax.op.take(data, place_rows(bb, count, rows), axis=1))
     frames = bb.emit(relax.op.reshape(frames, [batch, count, rows * step, parts]))
     if not missing:
         return frames
     return bb.emit(relax.op.strided_slice(frames, [2], [0], [length], [1]))
+
+
+def place_rows(bb: Builder, count: Any, rows: int) -> relax.Expr:
+    """Return the places f + r of the rows r of each frame f: int64 (count, rows)."""
+    if (known := static_size(count)) is not None:
+        return relax.const(np.add.outer(np.arange(known), np.arange(rows)), "int64")
+    begins = bb.emit(relax.op.reshape(bb.emit(relax.op.arange(0, count, 1, "int64")), [count, 1]))
+    return bb.emit(relax.op.add(begins, relax.const(np.arange(rows).reshape(1, -1), "int64")))
