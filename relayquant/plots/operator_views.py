@@ -151,7 +151,7 @@ def find_weight_ranges(graph: Graph, row: LedgerRow) -> WeightRanges | None:
     without one.
     """
     for call in row_calls(graph, row):
-        weight = constant_value(call.args[1]) if count_macs(call) else None
+        weight = constant_value(call.args[1]) if count_macs(call) and len(call.args) > 1 else None
         if weight is None or not weight.size:
             continue
         layout = str(getattr(call.attrs, "kernel_layout", "")) if call.attrs else ""

@@ -1,4 +1,6 @@
-"""The cost of an operator: multiply-adds of float and integer convolutions and matrix products."""
+"""The cost of an operator: multiply-adds of float and integer convolutions, matrix products and
+transforms.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from typing import Any
 
 from tvm.ir import Call, Op
 
+from relayquant.ir.dialect.fourier import read_transform
 from relayquant.ir.rewrite.graph import static_size
 
 #: Attribute of a kernel: multiply-adds of one call. A symbolic dimension counts as 1.
@@ -23,7 +26,8 @@ TRANSPOSED_CONVOLUTIONS = frozenset({"relax.nn.conv2d_transpose", "relax.qnn.con
 
 
 def count_macs(call: Any) -> int:
-    """Count the multiply-adds of one call: of a convolution, matrix product or recurrent layer.
+    """Count the multiply-adds of one call: of a convolution, matrix product, recurrent layer or
+    Fourier transform.
 
     Anything else counts 0.
 
@@ -42,6 +46,8 @@ def count_macs(call: Any) -> int:
         return prod(static_dims(call.ty)) * static_dims(call.args[0].ty)[-1]
     elif op in RECURRENCES:
         return prod(static_dims(call.args[0].ty)) * static_dims(call.args[1].ty)[0]
+    elif op == "relax.qnn.dft":
+        return prod(static_dims(call.ty)[:-2]) * read_transform(call).macs
     else:
         return 0
     weight = static_dims(call.args[1].ty)

@@ -70,17 +70,28 @@ class Transform:
         """
 
         def cost(first: int) -> int:
-            second = self.length // first
-            if first == 1:
-                return self.numbers * self.parts * fill_vectors(self.results * self.made)
-            inner = -(-self.numbers // second) * second * self.parts * fill_vectors(2 * first)
-            last = 2 * self.length * fill_vectors(-(-self.results // first) * self.made)
-            return inner + last + MOVES * self.length
+            moves = 0 if first == 1 else MOVES * self.length
+            return self.count_with(first, fill_vectors) + moves
 
         candidates = range(1, math.isqrt(self.length) + 1)
         small = [first for first in candidates if self.length % first == 0]
-        best = min({*small, *(self.length // first for first in small[1:])}, key=cost)
+        best = min([*small, *(self.length // first for first in reversed(small[1:]))], key=cost)
         return best, self.length // best
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of its products."""
+        return self.count_with(self.factors[0], int)
+
+    def count_with(self, first: int, fill: Callable[[int], int]) -> int:
+        """Count the multiply-adds with the factor `first`, in products of `fill(n)` columns for
+        n.
+        """
+        second = self.length // first
+        if first == 1:
+            return self.numbers * self.parts * fill(self.results * self.made)
+        inner = -(-self.numbers // second) * second * self.parts * fill(2 * first)
+        return inner + 2 * self.length * fill(-(-self.results // first) * self.made)
 
     @property
     def elements(self) -> int:

@@ -48,6 +48,12 @@ CALLS = {
         qnn.batch_matmul(integers(2, 7, 4), integers(2, 9, 4), Z, Z, S, S),
         2 * 7 * 9 * 4,
     ),
+    "whole transform": (qnn.dft(tensor(N, 3, 60, 1), 64, onesided=True), 3 * 60 * 33 * 2),
+    # 256 = 16 * 16: products of 16 with 16 complex numbers, and of 16 complex ones with 9
+    "transform in steps": (
+        qnn.dft(tensor(2, 256, 1), 256, onesided=True),
+        2 * (16 * 16 * 32 + 16 * 32 * 18),
+    ),
     "relu": (relax.op.nn.relu(tensor(2, 3)), 0),
 }
 
