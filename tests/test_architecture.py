@@ -314,17 +314,6 @@ def test_signatures__backend_is_given_once() -> None:
             assert not twice, f"{module}: {node.name} takes prepared and {twice}"
 
 
-def test_modules__no_circle() -> None:
-    edges: dict[str, set[str]] = {module: set() for module in SOURCES}
-    for module, _, name in list_imports():
-        if name != module:
-            edges[module].add(name)
-    try:
-        TopologicalSorter(edges).prepare()
-    except CycleError as error:
-        pytest.fail(f"these import each other in a circle: {' -> '.join(error.args[1])}")
-
-
 def folder_of(module: str) -> str:
     """The folder within a room that a module lies in, "" if it lies in the room itself."""
     parts = module.split(".")
@@ -332,16 +321,17 @@ def folder_of(module: str) -> str:
     return folder if len(parts) > 2 and SOURCES[folder].name == "__init__.py" else ""
 
 
-def test_folders__no_circle() -> None:
+@pytest.mark.parametrize("place_of", [str, folder_of], ids=["modules", "folders"])
+def test_imports__no_circle(place_of: Callable[[str], str]) -> None:
     """A reader who knows the folders below one knows all that it builds on."""
-    edges: dict[str, set[str]] = {folder_of(module): set() for module in SOURCES}
+    edges: dict[str, set[str]] = {}
     for module, _, name in list_imports():
-        if folder_of(module) and folder_of(name) not in ("", folder_of(module)):
-            edges[folder_of(module)].add(folder_of(name))
+        if place_of(module) and place_of(name) not in ("", place_of(module)):
+            edges.setdefault(place_of(module), set()).add(place_of(name))
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
-        pytest.fail(f"these folders import each other in a circle: {' -> '.join(error.args[1])}")
+        pytest.fail(f"these import each other in a circle: {' -> '.join(error.args[1])}")
 
 
 def test_classes__one_meaning_for_a_name() -> None:
