@@ -263,8 +263,8 @@ def advise(given: np.ndarray, fault: ArgumentError) -> str:
 
 
 def load_runtime(bundle: Bundle) -> Any:
-    """The module tvm_ffi, with TVM's runtime loaded into the process: that of the package
-    apache-tvm if it is installed, else that of the first bundle.
+    """The module tvm_ffi, with TVM's runtime loaded into the process. The runtime is the one of the
+    package apache-tvm if that is installed, else the one of the first bundle.
 
     Later bundles use the same one. A second copy would register the same names again, and TVM would
     end the process.

@@ -391,7 +391,7 @@ class Torch:
         return data.mean(tuple(axes), keepdim=True)
 
 
-def transform(args: list[Any], attrs: Any) -> Tensor:
+def compute_dft(args: list[Any], attrs: Any) -> Tensor:
     """Compute `qnn.dft` on (..., n, p)."""
     (data,), length = args, int(attrs.length)
     numbers = torch.view_as_complex(data.contiguous()) if data.shape[-1] == 2 else data[..., 0]
@@ -470,4 +470,4 @@ TORCH_OPERATORS: Mapping[str, Callable[[list[Any], Any], Any]] = bind_rows(
 )
 
 #: The same for operators of the dialect on real numbers.
-DIALECT_OPERATORS: Mapping[str, Callable[[list[Any], Any], Any]] = {"qnn.dft": transform}
+DIALECT_OPERATORS: Mapping[str, Callable[[list[Any], Any], Any]] = {"qnn.dft": compute_dft}

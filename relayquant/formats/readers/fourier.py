@@ -29,8 +29,8 @@ def emit_transform(
     """Emit the transform of the numbers along an axis.
 
     Args:
-        data: float32 or float64 (..., n, ..., p): numbers of p parts, n along `axis`. Numbers after
-            those of the transform are not read, those that are missing are 0.
+        data: float32 or float64 (..., n, ..., p): numbers of p parts, n along `axis`. The
+            transform reads the first numbers, as many as it has. Missing numbers are 0.
         axis: Not negative.
         length, inverse, onesided: As of `qnn.dft`.
 

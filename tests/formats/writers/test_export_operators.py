@@ -523,7 +523,7 @@ CHOSEN = {
 @pytest.mark.parametrize("dtype", ["int8", "int16", "uint16"])
 @pytest.mark.parametrize("name", CHOSEN)
 def test_integers__that_are_chosen_of_every_type(name, dtype, tmp_path):
-    """ONNX Runtime has no kernel for those of 16 bits. The largest and least numbers stay."""
+    """ONNX Runtime lacks kernels for 16-bit integers. The largest and least numbers stay."""
     build, compute = CHOSEN[name]
     info = np.iinfo(dtype)
     x = RNG.integers(info.min, info.max + 1, (2, 3, 4, 5)).astype(dtype)

@@ -63,7 +63,7 @@ def run_torch(mod, arrays):
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("onesided", [False, True])
 def test_dft__and_its_gradient(parts, inverse, onesided):
-    """The gradient is that of the products which the transform stands for."""
+    """The transform and the products that compute it have the same gradient."""
     numbers = 33 if inverse and onesided else 60
     mod = build(lambda x: qnn.dft(x, 64, inverse, onesided), floats(2, numbers, parts))
     data = [floats(2, numbers, parts)]

@@ -19,11 +19,11 @@ from relayquant.ir.rewrite.graph import tensor_dtype
 
 def convert_scaler(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Scaler to (x - offset) * scale."""
-    data = as_float(bb, inputs[0])
+    data = emit_float(bb, inputs[0])
     if "offset" in attrs:
-        data = bb.emit(relax.op.subtract(data, row(attrs["offset"], data)))
+        data = bb.emit(relax.op.subtract(data, make_row(attrs["offset"], data)))
     if "scale" in attrs:
-        data = bb.emit(relax.op.multiply(data, row(attrs["scale"], data)))
+        data = bb.emit(relax.op.multiply(data, make_row(attrs["scale"], data)))
     return relax.op.astype(data, "float32")
 
 
@@ -39,15 +39,15 @@ def convert_imputer(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> 
         is_missing = relax.op.isnan(data)
     else:
         is_missing = relax.op.equal(data, relax.const(old, dtype))
-    new = row(attrs[f"imputed_value_{kind}s"], data)
+    new = make_row(attrs[f"imputed_value_{kind}s"], data)
     return relax.op.where(bb.emit(is_missing), new, data)
 
 
 def convert_normalizer(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert Normalizer to the rows divided by their largest value, sum of magnitudes or length.
-    A row without any of it stays.
+    A row whose divisor would be 0 stays.
     """
-    data, norm = as_float(bb, inputs[0]), attrs.get("norm", b"MAX").decode()
+    data, norm = emit_float(bb, inputs[0]), attrs.get("norm", b"MAX").decode()
     if norm == "MAX":
         size = relax.op.max(data, -1, keepdims=True)
     elif norm == "L1":
@@ -77,7 +77,7 @@ def convert_feature_extractor(
 def convert_linear_regressor(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert LinearRegressor to x @ coefficients + intercepts."""
     score = emit_scores(bb, inputs[0], attrs, int(attrs.get("targets", 1)))
-    return transform(bb, score, attrs)
+    return emit_post_transform(bb, score, attrs)
 
 
 def convert_linear_classifier(
@@ -92,7 +92,7 @@ def convert_linear_classifier(
     if not labels:
         raise Refusal(
             "its labels are texts; supported: integers (classlabels_ints)",
-            "Train the classifier with integers as labels, such as those of a LabelEncoder",
+            "Train the classifier with integer labels, which scikit-learn's LabelEncoder makes",
         )
     count = len(attrs["intercepts"]) if "intercepts" in attrs else len(labels)
     if count != len(labels):
@@ -101,7 +101,7 @@ def convert_linear_classifier(
     score = bb.emit(emit_scores(bb, inputs[0], attrs, count))
     best = bb.emit(relax.op.argmax(score, -1))
     label = relax.op.take(relax.const(np.array(labels, "int64"), "int64"), best, 0)
-    return relax.Tuple([bb.emit(label), bb.emit(transform(bb, score, attrs))])
+    return relax.Tuple([bb.emit(label), bb.emit(emit_post_transform(bb, score, attrs))])
 
 
 def refuse_zip_map(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
@@ -127,10 +127,10 @@ def emit_scores(bb: Builder, data: relax.Expr, attrs: Attrs, count: int) -> rela
     if not attrs.get("intercepts"):
         return score
     score = bb.emit(score)
-    return relax.op.add(score, row(attrs["intercepts"], score))
+    return relax.op.add(score, make_row(attrs["intercepts"], score))
 
 
-def transform(bb: Builder, score: relax.Expr, attrs: Attrs) -> relax.Expr:
+def emit_post_transform(bb: Builder, score: relax.Expr, attrs: Attrs) -> relax.Expr:
     """Emit the post_transform of scores."""
     name = attrs.get("post_transform", b"NONE").decode()
     if name == "NONE":
@@ -142,13 +142,13 @@ def transform(bb: Builder, score: relax.Expr, attrs: Attrs) -> relax.Expr:
     raise Refusal(f"its post_transform is {name}; supported: NONE, SOFTMAX, LOGISTIC")
 
 
-def as_float(bb: Builder, data: relax.Expr) -> relax.Expr:
+def emit_float(bb: Builder, data: relax.Expr) -> relax.Expr:
     """Emit data of a float type: float64 stays, others become float32."""
     dtype = "float64" if tensor_dtype(data) == "float64" else "float32"
     return bb.emit(relax.op.astype(data, dtype))
 
 
-def row(values: Sequence[float], data: relax.Expr) -> relax.Expr:
+def make_row(values: Sequence[float], data: relax.Expr) -> relax.Expr:
     """Return an attribute as a constant that is broadcast along the last axis of the data.
 
     Raises:

@@ -133,9 +133,7 @@ def convert_parts(importer: Any, convert: Callable[..., Any], node: Any, *more: 
 
 
 def convert_copy(importer: Any, node: Any, *_more: Any) -> Any:
-    """Convert a change of the dtype to that of the parts. Complex to real leaves out imaginary
-    parts.
-    """
+    """Convert a cast: each part is cast. A cast to real numbers drops the imaginary part."""
     operand, dtype = read_arguments(node, "self", "dtype")
     value, dtype = importer.env[operand], dtype or operand.meta["val"].dtype
     pair = value if isinstance(value, Pair) else Pair(value, None)
@@ -246,8 +244,8 @@ COMPLEX_OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 
-def split(value: Any) -> tuple[Any, Any]:
-    """Return real and imaginary part of a tensor or number. That of a real one is 0."""
+def split_number(value: Any) -> tuple[Any, Any]:
+    """Return the real and the imaginary part of a tensor or number; 0 for a real one."""
     import torch  # pyright: ignore[reportMissingImports]
 
     if isinstance(value, complex) or (isinstance(value, torch.Tensor) and value.is_complex()):
@@ -255,7 +253,7 @@ def split(value: Any) -> tuple[Any, Any]:
     return value, 0
 
 
-def join(real: Any, imag: Any, *operands: Any) -> Any:
+def make_complex(real: Any, imag: Any, *operands: Any) -> Any:
     """Make complex numbers of two parts, in the dtype of a result of the operands. 0 is zeros."""
     import torch  # pyright: ignore[reportMissingImports]
 
@@ -281,9 +279,9 @@ def times(first: Any, second: Any) -> Any:
 
 def write_add(first: Any, second: Any, *, alpha: Any = 1) -> Any:
     """Write a + alpha * b by parts."""
-    (a, b), (c, d) = split(first), split(second)
-    e, f = split(alpha)
-    return join(a + times(c, e) - times(d, f), b + times(d, e) + times(c, f), first, second)
+    (a, b), (c, d) = split_number(first), split_number(second)
+    e, f = split_number(alpha)
+    return make_complex(a + times(c, e) - times(d, f), b + times(d, e) + times(c, f), first, second)
 
 
 def write_sub(first: Any, second: Any, *, alpha: Any = 1) -> Any:
@@ -293,17 +291,17 @@ def write_sub(first: Any, second: Any, *, alpha: Any = 1) -> Any:
 
 def write_mul(first: Any, second: Any) -> Any:
     """Write (a + bi) (c + di) by parts."""
-    (a, b), (c, d) = split(first), split(second)
-    return join(times(a, c) - times(b, d), times(a, d) + times(b, c), first, second)
+    (a, b), (c, d) = split_number(first), split_number(second)
+    return make_complex(times(a, c) - times(b, d), times(a, d) + times(b, c), first, second)
 
 
 def write_div(first: Any, second: Any) -> Any:
-    """Write a quotient by parts. A complex divisor is scaled first, lest its square overflow."""
+    """Write a quotient by parts. A complex divisor is scaled first: its square could overflow."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    (a, b), (c, d) = split(first), split(second)
+    (a, b), (c, d) = split_number(first), split_number(second)
     if isinstance(d, int):
-        return join(a / c, b / c if isinstance(b, torch.Tensor) else 0, first, second)
+        return make_complex(a / c, b / c if isinstance(b, torch.Tensor) else 0, first, second)
     c, d = (
         each if isinstance(each, torch.Tensor) else torch.full((), each, dtype=torch.float64)
         for each in (c, d)
@@ -312,7 +310,7 @@ def write_div(first: Any, second: Any) -> Any:
     c, d = c / size, d / size
     square = (c * c + d * d) * size
     real, imag = times(a, c) + times(b, d), times(b, c) - times(a, d)
-    return join(real / square, imag / square, first, second)
+    return make_complex(real / square, imag / square, first, second)
 
 
 def write_reciprocal(data: Any) -> Any:
@@ -344,39 +342,41 @@ def write_angle(data: Any) -> Any:
 def write_exp(data: Any) -> Any:
     """Write exp(a + bi) as exp(a) (cos b + i sin b)."""
     size, angle = data.real.exp(), data.imag
-    return join(size * angle.cos(), size * angle.sin(), data)
+    return make_complex(size * angle.cos(), size * angle.sin(), data)
 
 
 def write_log(data: Any) -> Any:
     """Write log(z) as log|z| + i angle(z)."""
-    return join(write_abs(data).log(), write_angle(data), data)
+    return make_complex(write_abs(data).log(), write_angle(data), data)
 
 
 def write_matmul(first: Any, second: Any) -> Any:
     """Write a product of complex matrices by parts."""
-    (a, b), (c, d) = split(first), split(second)
-    return join(a.matmul(c) - b.matmul(d), a.matmul(d) + b.matmul(c), first, second)
+    (a, b), (c, d) = split_number(first), split_number(second)
+    return make_complex(a.matmul(c) - b.matmul(d), a.matmul(d) + b.matmul(c), first, second)
 
 
 def write_where(condition: Any, first: Any, second: Any) -> Any:
     """Write where(c, z, w) by parts."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    (a, b), (c, d) = split(first), split(second)
-    return join(torch.where(condition, a, c), torch.where(condition, b, d), first, second)
+    (a, b), (c, d) = split_number(first), split_number(second)
+    return make_complex(torch.where(condition, a, c), torch.where(condition, b, d), first, second)
 
 
 def write_pad(data: Any, pad: Any, value: Any = 0) -> Any:
     """Write padding with a number by parts."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    values = zip(split(data), split(value), strict=True)
-    return join(*(torch.constant_pad_nd(part, pad, number) for part, number in values), data)
+    values = zip(split_number(data), split_number(value), strict=True)
+    return make_complex(
+        *(torch.constant_pad_nd(part, pad, number) for part, number in values), data
+    )
 
 
 def write_conj(data: Any) -> Any:
     """Write conj(z)."""
-    return join(data.real, -data.imag, data)
+    return make_complex(data.real, -data.imag, data)
 
 
 #: Name of an operator in torch.ops.aten -> function that writes it for complex operands.
@@ -413,7 +413,7 @@ def write_full(size: Any, value: Any, **kwargs: Any) -> Any:
     if dtype is None or not dtype.is_complex:
         return NotImplemented
     return torch.complex(
-        *(torch.full(size, part, dtype=dtype.to_real(), **kwargs) for part in split(value))
+        *(torch.full(size, part, dtype=dtype.to_real(), **kwargs) for part in split_number(value))
     )
 
 

@@ -318,8 +318,8 @@ def refuse_other_form(importer: Any, node: Any, value: Any) -> None:
 
 
 def has_form(node: Any, value: Any) -> bool:
-    """Whether a converted tensor has the dtype, the rank and the fixed sizes of PyTorch, complex
-    numbers those of their parts. True for what is no tensor.
+    """Whether a converted tensor has the dtype, the rank and the fixed sizes of PyTorch. The parts
+    of complex numbers are compared. True for a value that is not a tensor.
     """
     import torch  # pyright: ignore[reportMissingImports]
 
