@@ -14,7 +14,14 @@ import numpy as np
 import tvm
 
 from relayquant.analysis.error_statistics import ErrorSums
-from relayquant.analysis.outputs import GapSums, Interface, OutputGap, PartMeter, find_agreement
+from relayquant.analysis.outputs import (
+    GapSums,
+    Interface,
+    OutputGap,
+    PartMeter,
+    find_agreement,
+)
+from relayquant.analysis.quiet_outputs import find_least_energies
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.base.runtime import LoadModule
 from relayquant.base.tables import format_csv, format_html
@@ -171,7 +178,8 @@ def compare_modules(
     quantized_run = load_module(expose_values(quantized, names))
     isolated = IsolatedOperators(graph, ledger, rows, load_module)
     errors = {row.name: ValueErrors(row, tensor_dtype(graph.vars[row.name])) for row in rows}
-    samples, gaps, parts = 0, GapSums(), PartMeter(prepared)
+    samples, parts = 0, PartMeter(prepared)
+    gaps = GapSums(find_least_energies(prepared))
     params = [param.name for param in graph.func.params]
     interface = Interface.of(quantized)
     for batch in batches:

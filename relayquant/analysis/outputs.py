@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +17,12 @@ import tvm
 
 from relayquant.analysis.confidence import find_margins
 from relayquant.analysis.error_statistics import ErrorSums
+from relayquant.analysis.quiet_outputs import (
+    find_least_energies,
+    find_least_energy,
+    find_missing,
+    measure_energies,
+)
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.codegen.eager import EagerModule
 from relayquant.data import count_samples
@@ -36,7 +42,8 @@ class OutputGap:
     Attributes:
         sqnr: Signal to quantization noise ratio in dB. inf if nothing differs, and for integer
             outputs, which are answers and not amounts. -inf if the quantized module gives NaN or
-            infinity where the float module does not.
+            infinity where the float module does not. For the signal of outputs with bounds see
+            `quiet_outputs`.
         differing: Number of samples with a clearly different answer. See `count_differing`.
         samples: Number of all samples. 0 if the output is no answer in this sense.
         each: SQNR of each sample in dB, in order. Of each batch if axis 0 of the output does not
@@ -112,7 +119,10 @@ class GapMeter:
     def __init__(self, float_mod: tvm.IRModule, quantized: tvm.IRModule) -> None:
         self.float_mod, self.quantized = float_mod, quantized
         self.interface = Interface.of(quantized)
-        self.second, self.sums = EagerModule(quantized), GapSums()
+        self.second, self.sums = (
+            EagerModule(quantized),
+            GapSums(find_least_energies(float_mod)),
+        )
 
     @cached_property
     def first(self) -> EagerModule:
@@ -139,9 +149,14 @@ class GapMeter:
 
 
 class GapSums:
-    """Running sums of the gaps of all outputs over batches."""
+    """Running sums of the gaps of all outputs over batches.
 
-    def __init__(self) -> None:
+    Args:
+        least: Energy that a sample of each output counts as at least.
+    """
+
+    def __init__(self, least: Sequence[float]) -> None:
+        self.least = least
         self.sums: list[ErrorSums] = []
         self.counts: list[tuple[int, int]] = []
         self.equal: list[int] = []
@@ -164,7 +179,10 @@ class GapSums:
                 self.sums[i] = self.sums[i].update(x[usable], y[usable])
             else:  # Integers are answers, not amounts: no index is farther off than another.
                 x, y = np.ones(x.shape, "float32"), np.equal(x, y).astype("float32")
-            self.energies[i].append(measure_energies(x, y, samples))
+            energies = measure_energies(x, y, samples)
+            missing = find_missing(energies[0], self.least[i])
+            self.sums[i] = replace(self.sums[i], signal=self.sums[i].signal + missing.sum())
+            self.energies[i].append(energies + np.stack([missing, np.zeros_like(missing)]))
 
     @property
     def gaps(self) -> list[OutputGap]:
@@ -199,25 +217,14 @@ class PartMeter:
         """Add the results of both modules on one more batch, in real units."""
         for part in find_parts(self.view, batch):
             if part.elements is not None:
-                sums = self.sums.setdefault(part.value.name, GapSums())
+                least = find_least_energy(self.view, part.value)
+                sums = self.sums.setdefault(part.value.name, GapSums([least]))
                 sums.update([part.take(expected)], [part.take(got)], count_samples(batch))
 
     @property
     def gaps(self) -> dict[str, OutputGap]:
         """The gaps so far, by name."""
         return {name: sums.gaps[0] for name, sums in self.sums.items()}
-
-
-def measure_energies(expected: np.ndarray, got: np.ndarray, samples: int) -> np.ndarray:
-    """Return signal and noise of each sample, (2, samples) float64.
-
-    (2, 1) for the whole batch if axis 0 of the output does not count samples.
-    """
-    rows = samples if expected.ndim and len(expected) == samples else 1
-    x, y = (array.reshape(rows, -1).astype("float64") for array in (expected, got))
-    usable = np.isfinite(x)
-    x, noise = np.where(usable, x, 0), np.where(usable, y - x, 0)
-    return np.stack([np.square(x).sum(axis=1), np.square(noise).sum(axis=1)])
 
 
 def rate_samples(energies: Sequence[np.ndarray]) -> tuple[float, ...]:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from relayquant.analysis.error_statistics import NoiseSums
+from relayquant.analysis.quiet_outputs import find_least_energies, sum_missing
 from relayquant.base.events import CallbackList, ProgressEvent
 from relayquant.base.qtypes import QParams
 from relayquant.base.runtime import limit_blas, map_on_threads
@@ -234,8 +235,13 @@ class Simulation:
             )
             #: of the inputs of each batch
             self.digests: list[str] = []
+            #: samples of each batch
+            self.counts: list[int] = []
             self.recordings = list(map_on_threads(self.incremental.record, self.note_batches()))
         self.expected = [recording.results for recording in self.recordings]
+        least = find_least_energies(prepared.mod)
+        #: energy that each output lacks
+        self.missing = sum_missing(zip(self.expected, self.counts, strict=True), least)
         #: arguments that the recordings are of
         self.recorded: Mapping[str, np.ndarray] = {}
 
@@ -259,6 +265,7 @@ class Simulation:
         """Read the batches and record digests, to compare them with a second reading."""
         for batch in self.read_batches():
             self.digests.append(self.digest(batch))
+            self.counts.append(len(batch[0]) if batch and batch[0].ndim else 1)
             yield batch
 
     def pair_batches(self) -> Iterator[tuple[Recording, list[np.ndarray]]]:
@@ -360,10 +367,9 @@ class Simulation:
 
     def compare(self, results: Iterable[Sequence[np.ndarray]]) -> float:
         """Return the SQNR in dB of the worst output of these results, one list per batch."""
-        sums: list[NoiseSums] = []
+        sums = [NoiseSums(signal) for signal in self.missing]
         with limit_blas():
             for expected, got in zip(self.expected, results, strict=True):
-                sums = sums or [NoiseSums()] * len(expected)
                 sums = [s.update(x, y) for s, x, y in zip(sums, expected, got, strict=True)]
         return min((s.sqnr for s in sums), default=math.inf)
 

@@ -38,7 +38,7 @@ def test_find_agreement__worst_output_over_all_batches() -> None:
     rng = np.random.default_rng(0)
     scores, signal = rng.normal(size=(2, 6, 5)), rng.normal(size=(2, 6, 3, 4))
     others = scores + 0.3 * rng.normal(size=scores.shape), signal + 0.1
-    sums = GapSums()
+    sums = GapSums([0, 0])
     for i in range(2):
         sums.update([scores[i], signal[i]], [others[0][i], others[1][i]], 6)
     found = find_agreement(sums.gaps, 12)

@@ -19,6 +19,7 @@ from relayquant.analysis.outputs import (
     find_agreement,
     order_inputs,
 )
+from relayquant.analysis.quiet_outputs import find_least_energies
 from relayquant.base.runtime import Machine
 from relayquant.base.storage.files import write_text
 from relayquant.cli.commands.inspect import describe_outputs
@@ -36,6 +37,7 @@ from relayquant.ir.rewrite.bind import bind_model
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.plots.pictures import check_picture, plot_error_by_depth
 from relayquant.plots.text import compare_table, summary_table
+from relayquant.stages.preparation import prepare_module
 from relayquant.stages.streams import open_streams
 
 
@@ -61,7 +63,8 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         name: Machine(output.run(f"compile {name}", rq.compile, module))
         for name, module in {"float model": mod, "quantized module": qmod}.items()
     }
-    interface, sums, samples = Interface.of(qmod), GapSums(), 0
+    interface, samples = Interface.of(qmod), 0
+    sums = GapSums(find_least_energies(prepare_module(mod)))
     for batch in output.follow("compare", dataset):
         expected = machines["float model"].run("main", order_inputs(mod, batch))
         integers = order_inputs(qmod, interface.to_inputs(batch))

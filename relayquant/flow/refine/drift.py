@@ -14,6 +14,7 @@ import numpy as np
 import tvm
 
 from relayquant.analysis.outputs import GapSums, Interface, order_inputs
+from relayquant.analysis.quiet_outputs import find_least_energies
 from relayquant.analysis.sensitivity import find_rounding_operators
 from relayquant.codegen.eager import EagerModule
 from relayquant.config import Guard, QConfig
@@ -27,6 +28,7 @@ from relayquant.flow.refine.wider_weights import find_wider_weights
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import GuardResult, read_ledger, write_ledger
 from relayquant.ir.state import get_state
+from relayquant.stages.preparation import prepare_module
 from relayquant.stages.prepared import PreparedModel
 
 #: Steps of one sequence, and of all, that modules are compared on.
@@ -47,11 +49,13 @@ class StreamMeter:
         sequences: Inputs of each step, without state.
         expected: Results of the last half of each sequence, without state; with it if the model has
             no others.
+        least: Energy that a step of each result counts as at least.
     """
 
     float_mod: tvm.IRModule
     sequences: tuple[list[Batch], ...]
     expected: tuple[list[list[np.ndarray]], ...]
+    least: list[float]
 
     @staticmethod
     def of(float_mod: tvm.IRModule, data: StreamedDataset) -> StreamMeter | None:
@@ -66,11 +70,12 @@ class StreamMeter:
         if not sequences:
             return None
         runs = tuple([*run_sequence(float_mod, steps)] for steps in sequences)
-        return StreamMeter(float_mod, sequences, runs)
+        least = find_least_energies(prepare_module(float_mod))
+        return StreamMeter(float_mod, sequences, runs, least)
 
     def measure(self, quantized: tvm.IRModule) -> float:
         """SQNR of the worst result in dB, over the last halves of the sequences."""
-        sums = GapSums()
+        sums = GapSums(self.least)
         for steps, expected in zip(self.sequences, self.expected, strict=True):
             for want, got in zip(expected, run_sequence(quantized, steps), strict=True):
                 sums.update(want, got, 1)
