@@ -544,8 +544,8 @@ def test_rules__decline_with_a_reason() -> None:
     assert [fault for rule in rules for fault in find_silence(*rule)] == []
 
 
-#: Private names of FlatBuffers, PyTorch and argparse. PyTorch's are used in `torch` as well.
-NOT_OF_TVM = {"_tab", "_ops", "_schema", "_actions", "_SubParsersAction"}
+#: Names of FlatBuffers, PyTorch, argparse and os that begin so. PyTorch's are used in `torch` too.
+NOT_OF_TVM = {"_tab", "_ops", "_schema", "_actions", "_SubParsersAction", "_exit"}
 
 
 def test_private_names__of_tvm_are_in_the_table() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 
 from relayquant.cli.output import CommandOutput, ExitCode, discard
 from relayquant.cli.parsers import check_files, parse_words
@@ -23,8 +24,23 @@ from relayquant.errors import FileError, RelayQuantError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command (default: the process's arguments) and return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run one command (default: the process's arguments) and return its exit code.
+
+    Without `argv`, the process is the command, and Ctrl-C may end it.
+    """
+    if argv is not None:
+        return run_command(list(argv))
+    is_main = threading.current_thread() is threading.main_thread()
+    try:
+        return run_command(sys.argv[1:], is_process=True)
+    finally:
+        if is_main:
+            # All is done and told. While Python ends, Ctrl-C would only print a traceback.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def run_command(words: list[str], *, is_process: bool = False) -> int:
+    """Run one command and return its exit code. See `main`."""
     # Parse errors are also reported in the requested format.
     is_debug = "--debug" in words
     output = CommandOutput(
@@ -53,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             output.command = options.command
             check_files(options)
             # Imported late: help and mistakes are answered without TVM.
-            with holding_interrupts():
+            with holding_interrupts(output if is_process else None):
                 command = import_module(f"relayquant.cli.commands.{options.command}")
             code = command.run(options, output)
         output.finish(code)
@@ -71,12 +87,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def stop_once(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, as Python does, and ignore Ctrl-C from then on: a second one would
+    end what removes temporary files and processes.
+    """
+    signal.signal(number, signal.SIG_IGN)
+    signal.default_int_handler(number, frame)
+
+
 @contextmanager
-def holding_interrupts() -> Iterator[None]:
+def holding_interrupts(output: CommandOutput | None) -> Iterator[None]:
     """Let modules be imported whole: Ctrl-C comes at the end, and a second one ends the process.
 
     Extensions in C that are interrupted while they are imported end the process by a signal, or
-    leave half a numpy behind, whose errors name something else.
+    leave half a numpy behind, whose errors name something else. With an `output`, Ctrl-C ends the
+    process at once, because imports take seconds on a busy machine and nothing has begun.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -85,6 +110,9 @@ def holding_interrupts() -> Iterator[None]:
     pressed: list[int] = []
 
     def hold(number: int, _: object) -> None:
+        if output is not None:
+            signal.signal(number, signal.SIG_IGN)
+            os._exit(fail(output, ExitCode.INTERRUPTED, KeyboardInterrupt()))
         pressed.append(number)
         signal.signal(number, signal.SIG_DFL)
 
@@ -92,7 +120,7 @@ def holding_interrupts() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler if output is None else stop_once)
     if pressed:
         signal.raise_signal(signal.SIGINT)
 

@@ -163,6 +163,74 @@ def test_quantize__the_search_of_another_process_stays(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
+#: A command whose imports take a minute, one whose process is slow to end, and one that is slow to
+#: clean up. An empty line asks for Ctrl-C.
+SLOW_IMPORT = """
+import sys, time
+from relayquant import cli
+def import_slowly(name):
+    print(flush=True)
+    time.sleep(60)
+cli.import_module = import_slowly
+sys.exit(cli.main())
+"""
+SLOW_END = """
+import atexit, sys, time
+from relayquant.cli import main
+def end_slowly():
+    print(flush=True)
+    time.sleep(1)
+atexit.register(end_slowly)
+sys.exit(main())
+"""
+SLOW_CLEANING = """
+import sys, time
+from types import SimpleNamespace
+from relayquant import cli
+def run(*_):
+    try:
+        print(flush=True)
+        time.sleep(60)
+    finally:
+        print(flush=True)
+        time.sleep(1)
+        print("cleaned", flush=True)
+cli.import_module = lambda name: SimpleNamespace(run=run)
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "ends_with", "said"),
+    [
+        (SLOW_IMPORT, ["inspect", "x86"], (ExitCode.INTERRUPTED, "relayquant: interrupted\n"), ""),
+        (SLOW_IMPORT, ["inspect", "x86", "--json"], (130, "relayquant: interrupted\n"), "130"),
+        (SLOW_END, ["--version", "--quiet"], (ExitCode.OK, ""), ""),
+        (SLOW_CLEANING, ["inspect", "x86"], (130, "relayquant: interrupted\n"), "cleaned"),
+    ],
+)
+def test_interrupt__at_any_time_and_twice(script, words, ends_with, said) -> None:
+    """While modules are imported, the process ends at once, also for machines. What is done and
+    told stays done. A second Ctrl-C does not disturb what the first one began.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    printed = ""
+    for line in process.stdout:
+        printed += line
+        if line == "\n":
+            process.send_signal(signal.SIGINT)
+    assert (process.wait(timeout=50), process.stderr.read()) == ends_with
+    assert said in printed
+
+
 def test_workers__end_at_once() -> None:
     """Ctrl-C does not wait for the shards that workers are at. A result would be `None`."""
     at_work: list[Future[None]] = []
