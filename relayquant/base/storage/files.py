@@ -229,13 +229,20 @@ def open_temporary_folder(parent: str | os.PathLike[str] | None = None) -> Itera
     block ends.
 
     Raises:
-        FileError: no folder can be made.
+        FileError: no folder can be made. If a file in the system's folder cannot be written inside
+            the `with` block, the advice names TMPDIR.
     """
     with ExitStack() as stack:
         with writing(parent or "temporary files", TEMPORARY):
             folder = tempfile.TemporaryDirectory(prefix="relayquant-", dir=parent)
             path = Path(stack.enter_context(folder)).absolute()
-        yield path
+        try:
+            yield path
+        except FileError as error:
+            if parent is not None or str(path) not in str(error):
+                raise
+            text = str(error).replace("name another place", "set TMPDIR to another folder")
+            raise FileError(text, error.errno, code="RQ501") from error
 
 
 # --- Reading ------------------------------------------------------------------------------------

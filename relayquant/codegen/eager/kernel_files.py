@@ -21,7 +21,8 @@ import tvm
 import tvm_ffi
 from tvm.target import Target
 
-from relayquant.base.storage.files import write_whole, writing
+from relayquant.base.storage.files import open_temporary_folder, write_whole, writing
+from relayquant.codegen.library.linking import write_library
 from relayquant.codegen.tuning.schedule_cache import find_cache_folder
 from relayquant.errors import FileError
 
@@ -72,8 +73,8 @@ class KernelFiles:
             return
 
         def write(temporary: Path) -> None:
-            with writing(temporary):
-                module.export_library(str(temporary))
+            with open_temporary_folder() as folder, writing(temporary):
+                write_library(module, temporary, folder)
                 data = temporary.read_bytes()
                 # Loaders ignore what follows the last section.
                 temporary.write_bytes(data + hashlib.sha256(data).digest())

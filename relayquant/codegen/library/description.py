@@ -17,6 +17,7 @@ from relayquant.base.storage.files import write_text
 from relayquant.codegen.kernels.isa.emitted import list_linux_flags
 from relayquant.codegen.kernels.isa.select import list_product_lines
 from relayquant.codegen.kernels.isa.target import read_cpu, read_triple
+from relayquant.codegen.library.linking import write_object
 from relayquant.codegen.library.llvm_text import escape
 from relayquant.ir.ledger import InterfaceValue, find_ledger
 from relayquant.ir.rewrite.entry import find_entry
@@ -119,7 +120,7 @@ def read_sizes(sizes: Sequence[Any] | None) -> Iterator[int | str]:
 
 def write_description(text: str, target: Target, folder: Path) -> Path:
     """Write an object file with the text as data."""
-    source, compiled = folder / "description.ll", folder / "description.o"
+    source = folder / "description.ll"
     values: Mapping[str, Any] = {
         "triple": read_triple(target),
         "symbol": DESCRIPTION_SYMBOL,
@@ -127,5 +128,4 @@ def write_description(text: str, target: Target, folder: Path) -> Path:
         "text": escape(text),
     }
     write_text(source, SOURCE.format(**values))
-    tvm.runtime.load_module(str(source)).write_to_file(str(compiled))
-    return compiled
+    return write_object(source)

@@ -5,21 +5,27 @@ LLVM writes the object files for any target, but the linker of this machine join
 
 from __future__ import annotations
 
+import errno
+import functools
 import os
 import platform
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tvm.support import cc
+import tvm
+from tvm.contrib import tvmjs
+from tvm.support import cc, tar
 from tvm.target import Target
 
-from relayquant.base.storage.files import REMEDIES
+from relayquant.base.storage.files import REMEDIES, TEMPORARY, writing
 from relayquant.codegen.kernels.isa.target import read_triple
 from relayquant.errors import MissingDependencyError, ModelError
 
@@ -34,12 +40,96 @@ GNU_NAMES = {
     "armv7l": "arm-linux-gnueabihf",
 }
 #: Endings that TVM writes without a linker for the target.
-OTHER_ENDINGS = (".tar", ".wasm")
+OTHER_ENDINGS = {".tar": tar.tar, ".wasm": tvmjs.create_tvmjs_wasm}
+#: Bytes of an object file besides its data.
+OBJECT_HEADERS = 4096
 #: Characters of a linker's message that an error quotes.
 MESSAGE_LENGTH = 400
 
 #: As `fcompile` of `export_library`: (file to write, object files).
 Link = Callable[..., None]
+
+
+@contextmanager
+def emitting(paths: Sequence[Path]) -> Iterator[Callable[[], None]]:
+    """Let LLVM write these object files to memory. Yields a function that stores them on disk.
+
+    LLVM ends the process if a disk is full. Paths that it does not write become no files.
+    """
+    with ExitStack() as stack:
+        files: dict[Path, int] = {}
+        for path in paths:
+            files[path] = os.memfd_create(path.name)
+            stack.callback(os.close, files[path])
+            with writing(path, TEMPORARY):
+                path.unlink(missing_ok=True)
+                path.symlink_to(f"/proc/{os.getpid()}/fd/{files[path]}")
+
+        def store() -> None:
+            for path, file in files.items():
+                with writing(path, TEMPORARY):
+                    path.unlink()
+                    if os.fstat(file).st_size:
+                        with open(file, "rb", closefd=False) as source, path.open("wb") as copy:
+                            source.seek(0)
+                            shutil.copyfileobj(source, copy)
+
+        yield store
+
+
+def check_size_limit(size: int, path: Path) -> None:
+    """Raise OSError if the process may not write so many bytes (ulimit -f), not even to memory."""
+    if 0 <= resource.getrlimit(resource.RLIMIT_FSIZE)[0] < size:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+
+
+def write_object(source: Path) -> Path:
+    """Compile an .ll file with data to an object file beside it.
+
+    Raises:
+        FileError: there is no space for it.
+    """
+    compiled = source.with_suffix(".o")
+    with writing(compiled, TEMPORARY):
+        check_size_limit(source.stat().st_size + OBJECT_HEADERS, compiled)
+    with emitting([compiled]) as store:
+        tvm.runtime.load_module(str(source)).write_to_file(str(compiled))
+        store()
+    return compiled
+
+
+def write_library(module: Any, path: Path, folder: Path, **options: Any) -> Any:
+    """Write the shared library of a module, as its `export_library` does.
+
+    Args:
+        folder: A folder for object files.
+        options: As for `export_library`.
+
+    Raises:
+        FileError: there is no space for the library or the object files. With a limit on the size
+            of files, an object file is taken to have half the size of its assembly; the kernels of
+            networks have a third.
+    """
+    link = options.pop("fcompile", None) or OTHER_ENDINGS.get(path.suffix, cc.create_shared)
+    folder = Path(options.pop("workspace_dir", None) or folder)
+    if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+        for each in (module, *module.imports):
+            if each.kind == "llvm":
+                with writing(path):
+                    check_size_limit(len(each.inspect_source("s")) // 2, path)
+    names = [f"lib{i}" for i in range(1 + len(module.imports))]
+
+    with emitting([folder / f"{name}.o" for name in (*names, "devc")]) as store:
+
+        @functools.wraps(link)
+        def store_and_link(*args: Any, **named: Any) -> Any:
+            store()
+            return link(*args, **named)
+
+        with writing(path), linking(str(path)):
+            return module.export_library(
+                str(path), fcompile=store_and_link, workspace_dir=str(folder), **options
+            )
 
 
 def choose_linker(target: Target, file_name: str) -> Link | None:
@@ -132,7 +222,10 @@ def linking(file_name: str) -> Iterator[None]:
 
 
 def refuse_space(output: str, said: str) -> None:
-    """Raise the system's error that a linker's message names, if it is one of `REMEDIES`."""
+    """Raise the system's error that a linker's message names, if it is one of `REMEDIES`. A linker
+    that writes a file that is too large is ended by a signal.
+    """
+    said = said.replace(str(signal.strsignal(signal.SIGXFSZ)), os.strerror(errno.EFBIG))
     for number in REMEDIES:
         if os.strerror(number) in said:
             raise OSError(number, os.strerror(number), output)

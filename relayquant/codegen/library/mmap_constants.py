@@ -51,7 +51,11 @@ from relayquant.codegen.kernels.isa.target import (
 )
 from relayquant.codegen.library.description import describe_module, write_description
 from relayquant.codegen.library.expanded_weights import expand_weights, read_expansion
-from relayquant.codegen.library.linking import choose_linker, linking
+from relayquant.codegen.library.linking import (
+    choose_linker,
+    write_library,
+    write_object,
+)
 from relayquant.codegen.library.llvm_text import escape, quote
 from relayquant.errors import ConfigError
 from relayquant.ir.rewrite.function import map_functions
@@ -134,8 +138,7 @@ class MappedExecutable(relax.VMExecutable):
         addons = [*(addons or [])]
 
         def write(temporary: Path) -> None:
-            with linking(str(file_name)):
-                mapped.export_library(str(temporary), addons=addons, **options)
+            write_library(mapped.mod, temporary, folder, addons=addons, **options)
 
         with open_temporary_folder() as folder:
             if can_describe(self._lowered, self.target):
@@ -288,7 +291,7 @@ def write_constants(
     LLVM writes it, as it writes the kernels, so only a linker is needed afterwards. `described`:
     the target as LLVM describes it.
     """
-    data, source, compiled = (folder / f"constants.{end}" for end in ("bin", "ll", "o"))
+    data, source = (folder / f"constants.{end}" for end in ("bin", "ll"))
     starts, end = [], 0
     with writing(data, TEMPORARY), data.open("wb") as file:
         for constant in constants:
@@ -299,8 +302,7 @@ def write_constants(
             file.write(values.reshape(-1).view("uint8").data)
             end = starts[-1] + values.nbytes
     write_text(source, format_source(constants, starts, target, described, data))
-    tvm.runtime.load_module(str(source)).write_to_file(str(compiled))
-    return compiled
+    return write_object(source)
 
 
 def format_source(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,8 +27,9 @@ from quantized_models import GraphBuilder
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.base.storage.files import replace_folder, write_whole
+from relayquant.base.storage.files import open_temporary_folder, replace_folder, write_whole
 from relayquant.cli.files import load_mapping, load_module
+from relayquant.codegen.library import linking
 from relayquant.config.observers import MinMax
 from relayquant.data import InputInfo, open_dataset
 from relayquant.errors import FileError, RelayQuantError
@@ -291,7 +293,7 @@ def test_file__damaged_in_many_ways(sample):
 # --- Writing --------------------------------------------------------------------------------------
 
 FULL = """
-import resource, sys
+import os, resource, sys
 sys.path[:0] = {tests!r}
 import numpy as np
 import tvm
@@ -302,41 +304,73 @@ from relayquant.stages.calibration.checkpoint import Workspace
 
 prepared = rq.prepare(t.model(), effort="fast")
 batches = t.draw_batches(t.model(), 3)
-scales = np.ones(999, "float32")
-wide = rq.QParams(scales, np.zeros(999), "int8", 0)
+scales = np.ones(1999, "float32")
+wide = rq.QParams(scales, np.zeros(1999), "int8", 0)
 state = SearchState(t.Path("search.json"), "abc")
 state.ranking = dict.fromkeys(map(str, range(999)), 1.0)
-writers = {{
-    "model.prepared": lambda: rq.save_prepared(prepared, "model.prepared"),
-    "q.json": lambda: rq.save_qparams({{"x": wide}}, "q.json"),
-    "search.json": state.save,
-    "module-": lambda: Workspace(t.Path(".")).write_module("x" * 9999),
-    "m.params": lambda: rq.relay.save_params({{"w": scales}}, "m.params"),
-    "checkpoint": lambda: rq.calibrate(prepared, batches, checkpoint="checkpoint"),
-    "relayquant-": lambda: rq.calibrate(prepared, batches),
-}}
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-for name, write in writers.items():
+executable = rq.compile(t.model())
+writers = [
+    ("model.prepared", lambda: rq.save_prepared(prepared, "model.prepared")),
+    ("q.json", lambda: rq.save_qparams({{"x": wide}}, "q.json")),
+    ("search.json", state.save),
+    ("module-", lambda: Workspace(t.Path(".")).write_module("x" * 9999)),
+    ("m.params", lambda: rq.relay.save_params({{"w": scales}}, "m.params")),
+    ("checkpoint", lambda: rq.calibrate(prepared, batches, checkpoint="checkpoint")),
+    # LLVM ends the process where it cannot write: description, kernels.
+    ("write", lambda: executable.export_library("m.so")),
+    ("write", lambda: t.write_library(executable, "m.so")),
+]
+if sys.argv[1] == "ulimit":
+    writers += [("TMPDIR", lambda: rq.calibrate(prepared, batches))]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+else:
+    with open("filler", "wb", buffering=0) as file:
+        try:
+            while file.write(bytes(512)):
+                pass
+        except OSError:
+            pass
+        file.truncate(file.tell() - 4096)  # Python takes a folder without space for none
+for name, write in writers:
     try:
         write()
         print(name, "was written")
     except OSError as error:
         print(name, name in str(error), "Cannot write" in str(error), error.errno)
+print("left", *sorted(path.name for path in t.Path(".").rglob("*") if path.is_file()))
 """
 
 
+def write_library(executable: Any, path: str) -> None:
+    """Write the kernels of a library alone."""
+    with open_temporary_folder() as folder:
+        write_whole(Path(path), lambda file: linking.write_library(executable.mod, file, folder))
+
+
 @pytest.mark.slow
-def test_write__a_full_disk_names_the_file(tmp_path):
-    """EFBIG, from a limit on the size of files: what a full disk (ENOSPC) takes the same way."""
-    script = FULL.format(tests=sys.path)
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 7, done.stderr
-    assert all(line[1:] == ["True", "True", str(errno.EFBIG)] for line in lines), lines
+@pytest.mark.parametrize("way", ["ulimit", "tmpfs"])
+def test_write__a_full_disk_names_the_file(tmp_path, way):
+    """A limit on the size of files, and a file system without space."""
+    command = [sys.executable, "-c", FULL.format(tests=sys.path), way]
+    if way == "tmpfs":
+        mount = 'mount -t tmpfs -o size=64k none "$0" && cd "$0" && exec "$@"'
+        command = ["unshare", "-rm", "sh", "-c", mount, str(tmp_path), *command]
+        if subprocess.run([*command[:5], str(tmp_path), "true"], check=False).returncode:
+            pytest.skip("needs the right to mount")
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    *lines, left = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 8 + (way == "ulimit"), done.stderr
+    number = errno.EFBIG if way == "ulimit" else errno.ENOSPC
+    assert [line for line in lines if line[1:] != ["True", "True", str(number)]] == []
     # Nothing is left half written but the checkpoint, which goes on.
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
-    assert not [path for path in tmp_path.rglob(".*") if path.is_file()]
+    assert {*left} <= {"left", "filler", "checkpoint.json", "lock"}, left
 
 
 def fill_disk(place: Path) -> None:

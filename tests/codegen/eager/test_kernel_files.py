@@ -74,7 +74,9 @@ def test_kernel_files__the_oldest_are_deleted(files, monkeypatch):
     monkeypatch.setattr(kernel_files, "MOST_FILES", 3)
 
     class Module:
-        def export_library(self, path):
+        imports = ()
+
+        def export_library(self, path, **_):
             with open(path, "wb") as file:
                 file.write(b"code")
 
