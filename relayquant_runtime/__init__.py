@@ -35,6 +35,7 @@ from relayquant_runtime.tiles import may_use_tiles
 from relayquant_runtime.vm_errors import (
     ArgumentError,
     advise_rank,
+    check_real,
     read_argument_error,
     read_count_error,
 )
@@ -410,11 +411,15 @@ def as_tensor(value: Any) -> Any:
     of ints become shapes; tensors and shapes pass through.
     """
     ffi = import_ffi()
-    if isinstance(value, ffi.Tensor | ffi.Shape):
-        return value
     if isinstance(value, tuple):
         return ffi.Shape(value)
-    return ffi.from_dlpack(align_array(np.asarray(value)))
+    if isinstance(value, ffi.Shape):
+        return value
+    tensor = value
+    if not isinstance(value, ffi.Tensor):
+        tensor = ffi.from_dlpack(align_array(np.asarray(value)))
+    check_real(tensor)
+    return tensor
 
 
 def align_array(array: np.ndarray) -> np.ndarray:

@@ -1,9 +1,12 @@
-"""Reads messages of TVM's virtual machine about arguments; both packages answer with their own."""
+"""Arguments that TVM's virtual machine refuses: its messages, and what it cannot tell. Both
+packages answer with errors of their own.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 #: An argument that does not fit its parameter. `type` is what R.Tensor has in its brackets.
 ARGUMENT_ERROR = re.compile(
@@ -32,6 +35,16 @@ class ArgumentError:
     type: str
     shape: tuple[int | str, ...] | None
     dtype: str
+
+
+def check_real(tensor: Any) -> None:
+    """Raise ValueError if a tensor of TVM has complex numbers. Calls with it would end the process,
+    because TVM has no name for their dtype.
+    """
+    try:
+        _ = tensor.dtype
+    except ValueError:
+        raise ValueError("one has complex numbers; allowed: real numbers") from None
 
 
 def advise_rank(fault: ArgumentError, rank: int) -> str:

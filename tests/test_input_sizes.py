@@ -10,7 +10,7 @@ from tvm.script import relax as R
 
 import relayquant as rq
 from relayquant.errors import DataError, suggest_sizes
-from relayquant_runtime import Library
+from relayquant_runtime import Library, align_array
 
 
 @as_main
@@ -20,6 +20,7 @@ def fixed(x: R.Tensor((8, 4), "float32"), y: R.Tensor(("n", 4), "float32")):
 
 RNG = np.random.default_rng(0)
 EIGHT, THREE, FLAT = (RNG.random(shape, "float32") for shape in ((8, 4), (3, 4), (4,)))
+COMPLEX = tvm.runtime.from_dlpack(align_array(np.ones((8, 4), "complex64")))
 ADVICE = (
     r"For other sizes load the model with free ones: ONNX and TFLite with relayquant\.load\(path, "
     r"shapes=\{'x': \('n0', 4\)\}\), PyTorch exported with "
@@ -66,8 +67,12 @@ def executor(request):
         ([EIGHT], r"'main' takes 2 inputs \(x, y\), and got 1\. Pass a list with .*\[RQ302\]"),
         (EIGHT, r"of type ndarray; allowed: a list .* run\('main', \[array\]\)\. \[RQ101\]"),
         ([EIGHT, "text"], r"\(ndarray, str\) do not all become arrays: .* Pass a list with one"),
+        ([COMPLEX, EIGHT], r"become arrays: one has complex numbers; allowed: real numbers\. Pass"),
     ],
-    ids=["size", "rank", "dtype", "size beside a free one", "shape", "number", "array", "text"],
+    ids=[
+        *("size", "rank", "dtype", "size beside a free one", "shape", "number", "array", "text"),
+        "complex",
+    ],
 )
 def test_executor__names_the_input(executor, inputs, message):
     with pytest.raises(DataError, match=message):

@@ -24,6 +24,7 @@ from relayquant_runtime import Library, LibraryError, align_array, as_tensor, re
 from relayquant_runtime.flags import read_flags
 
 X, ONE = np.ones((3, 2), "float32"), np.float32(1)
+COMPLEX = tvm.runtime.from_dlpack(align_array(np.ones((3, 2), "complex64")))
 
 
 @I.ir_module
@@ -190,12 +191,17 @@ def test_library__for_instructions_that_this_machine_lacks(path, monkeypatch):
         ([X, ONE, ONE], ValueError, r"number of inputs of 'main' is 3; nested\.so takes 2\."),
         (X, TypeError, r"of type ndarray; allowed: a list .* run\('main', \[array\]\)"),
         ([X, "text"], TypeError, r"\(ndarray, str\) do not all become arrays: .*\. Pass a list"),
+        ([X * 1j, ONE], TypeError, r"become arrays: one has complex numbers; allowed: real"),
+        ([COMPLEX, ONE], TypeError, r"become arrays: one has complex numbers; allowed: real"),
         ([X.astype("float64"), ONE], ValueError, r'is float64 .* array\.astype\("float32"\)\.$'),
         ([X[:, :1], ONE], ValueError, r"of shape \(3, 1\); .* For other sizes compile"),
         ([X[0], ONE], ValueError, r"takes 2 dimensions, and got 1\. .* by array\[None\]\.$"),
         ([X[None], ONE], ValueError, r"takes 2 dimensions, and got 3\. Reshape the array\.$"),
     ],
-    ids=["too few", "too many", "array", "text", "dtype", "size", "no batch", "rank"],
+    ids=[
+        *("too few", "too many", "array", "text", "complex", "complex tensor"),
+        *("dtype", "size", "no batch", "rank"),
+    ],
 )
 def test_library__says_which_inputs_it_takes(path, args, kind, message):
     library = Library(path)

@@ -25,6 +25,7 @@ from relayquant.errors import ConfigError, DataError, format_count, suggest_size
 from relayquant_runtime.vm_errors import (
     ArgumentError,
     advise_rank,
+    check_real,
     read_argument_error,
     read_count_error,
 )
@@ -374,7 +375,10 @@ def as_tensors(name: str, args: Sequence[Any]) -> list[tvm.runtime.Tensor | tvm_
 
 def as_tensor(array: Any) -> tvm.runtime.Tensor | tvm_ffi.Shape:
     """Convert to a TVM tensor on the CPU. TVM tensors and shapes pass through."""
-    if isinstance(array, tvm.runtime.Tensor | tvm_ffi.Shape):
+    if isinstance(array, tvm_ffi.Shape):
+        return array
+    if isinstance(array, tvm.runtime.Tensor):
+        check_real(array)
         return array
     # ascontiguousarray would give a scalar one dimension.
     return tvm.runtime.tensor(np.asarray(array, order="C"))

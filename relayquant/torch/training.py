@@ -161,7 +161,8 @@ def prepare_qat(
         mod, params = load_program(program)
         check_state(module, inputs, example_kwargs)
         read = import_trainable().CallForm.read
-        form = read(program, inputs, example_kwargs, is_free=dynamic_shapes is not None)
+        is_free = dynamic_shapes is not None
+        form = read(module, program, inputs, example_kwargs, is_free=is_free)
         with ignoring_examples(is_waiting):
             prepared = calibrate_graph(
                 mod,

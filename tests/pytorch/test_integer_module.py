@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 
 import numpy as np
 import pytest
@@ -69,6 +70,49 @@ def test_as_module__wrong_inputs_are_named(qmod):
         module.set_extra_state(3)
     with pytest.raises(rq.errors.ModelError, match="as_module: mod is"):
         rq.torch.as_module(NET)
+
+
+#: Tensors that compiled code cannot read: TVM ends the process where it describes complex numbers.
+UNREADABLE = {
+    "complex64 (16, 8) (cpu, strided)": lambda x: x.to(torch.complex64),
+    "float32 (16, 8) (meta, strided)": lambda x: x.to("meta"),
+    "float32 (16, 8) (cpu, sparse_coo)": lambda x: x.to_sparse(),
+}
+
+
+@pytest.fixture(scope="module")
+def converted():
+    prepared = rq.torch.prepare(NET, (BATCHES[0],), effort="fast")
+    for batch in BATCHES:
+        prepared(batch)
+    return rq.torch.convert(prepared)
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_call__with_memory_that_compiled_code_cannot_read(qmod, converted, kind):
+    x = UNREADABLE[kind](BATCHES[0])
+    for module in (rq.torch.as_module(qmod), converted):
+        with pytest.raises(rq.errors.DataError, match=rf"are {re.escape(kind)}; allowed: real"):
+            module(x)
+        assert module(BATCHES[0]).shape == (16, 4)
+
+
+def test_call__with_values_that_are_negated_when_they_are_read(qmod, converted):
+    """PyTorch keeps the sign beside the memory: the imaginary part of a conjugate."""
+    for module in (rq.torch.as_module(qmod), converted):
+        negated = torch._neg_view(BATCHES[0])
+        assert negated.is_contiguous()
+        assert torch.equal(module(negated), module(-BATCHES[0]))
+
+
+def test_call__by_name_as_the_float_module(converted):
+    assert torch.equal(converted(input=BATCHES[0]), converted(BATCHES[0]))
+    trainable = rq.torch.prepare_qat(NET, (BATCHES[0],), calibration_dataset=BATCHES)
+    assert torch.equal(trainable(input=BATCHES[0]), trainable(BATCHES[0]))
+    for module in (converted, trainable):
+        for args, named in (((), {"other": BATCHES[0]}), ((BATCHES[0],), {"input": BATCHES[0]})):
+            with pytest.raises(rq.errors.DataError, match=r"not fit the model: .*; allowed: \(inp"):
+                module(*args, **named)
 
 
 @pytest.mark.parametrize("trace", [torch.export.export, torch.jit.trace])

@@ -29,7 +29,7 @@ from tvm import relax
 from relayquant.base.qtypes import QParams
 from relayquant.base.runtime import ALIGNMENT, check_threads, stop_spinning
 from relayquant.config import Unseen
-from relayquant.errors import ModelError, warn_user
+from relayquant.errors import DataError, ModelError, warn_user
 from relayquant.torch.define_by_run.arguments import (
     SINGLE,
     FlatArguments,
@@ -75,9 +75,17 @@ class CompiledModule:
         self._calling = threading.Lock()  # TVM's virtual machine has one stack
 
     def call(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the outputs for these inputs."""
+        """Return the outputs for these inputs.
+
+        Raises:
+            DataError: an input is not in memory of the CPU, is sparse, or has complex numbers.
+            RuntimeError, TypeError, ValueError: an input has another shape or dtype.
+        """
         check_threads()
-        tensors = list(map(align, inputs))
+        try:
+            tensors = list(map(align, inputs))
+        except RuntimeError as error:
+            raise describe_unreadable(inputs) from error
         with self._calling:
             result = self._main(*tensors)
             if self._count is None:  # indexing is the fastest way to unpack results
@@ -171,10 +179,31 @@ class RegionRunner:
 
 
 def align(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory compiled code can read directly."""
-    if tensor.requires_grad or not tensor.is_contiguous():
-        tensor = tensor.detach().contiguous()
+    """Return a tensor whose memory compiled code can read directly.
+
+    Raises:
+        RuntimeError: there is no such memory, or it has complex numbers, whose dtype ends the
+            process where TVM describes it.
+    """
+    if not tensor.is_cpu or tensor.is_complex():
+        raise RuntimeError("the tensor has no memory that compiled code can read")
+    if tensor.requires_grad or tensor.is_neg() or not tensor.is_contiguous():
+        tensor = tensor.detach().resolve_neg().contiguous()
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+
+
+def describe_unreadable(tensors: Sequence[torch.Tensor]) -> DataError:
+    """Make the error for inputs of which `align` refused one."""
+    kinds = ", ".join(
+        f"{form} ({tensor.device}, {str(tensor.layout).removeprefix('torch.')})"
+        for tensor in tensors
+        for form in [describe_tensors([tensor])]
+    )
+    return DataError(
+        f"The inputs are {kinds}; allowed: real numbers in memory of the CPU (cpu, strided). "
+        "Convert them with x.cpu(), x.to_dense() or torch.view_as_real(x).",
+        code="RQ302",
+    )
 
 
 class RegionPass:

@@ -314,7 +314,8 @@ class PreparedProgram(Uncopied):
             input_dtypes=settings.input_dtypes,
             output_dtypes=settings.output_dtypes,
         )
-        return QuantizedWhole(qmod, CallForm.read(program, inputs, None, is_free=True))
+        form = CallForm.read(self.model, program, inputs, None, is_free=True)
+        return QuantizedWhole(qmod, form)
 
 
 class QuantizedWhole(Uncopied):
@@ -341,16 +342,18 @@ class QuantizedWhole(Uncopied):
         """What was quantized, and why other operators were not."""
         return read_ledger(self.mod)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs for inputs of the calibrated shapes, in the structure of the float
         model's outputs.
 
         Raises:
-            DataError: an integer input has another dtype, the number of tensors differs, or an
-                argument is an array of another package.
+            DataError: an integer input has another dtype, the number or a name of the arguments
+                differs, or one is an array of another package.
             ModelError: an input has a size or a dtype that calibration never reached.
         """
-        leaves = pytree.tree_leaves(args)
+        if kwargs:
+            args, kwargs = self._form.place(args, kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if len(tensors) != self._count:
             refuse_arrays(leaves)
