@@ -59,10 +59,17 @@ def writing(
         name = error.filename2 or error.filename  # a copy has both: from, to
         if name is not None and not is_near(name, Path(path)):
             reason = f"{os.fsdecode(name)}: {reason}"
-        remedy = REMEDIES.get(error.errno, remedy)
+        advice = REMEDIES.get(error.errno, remedy)
+        if remedy == TEMPORARY:
+            advice = name_temporary(advice)
         raise FileError(
-            f"Cannot write {path}: {reason}. {remedy}", error.errno, code="RQ501"
+            f"Cannot write {path}: {reason}. {advice}", error.errno, code="RQ501"
         ) from error
+
+
+def name_temporary(text: str) -> str:
+    """Return the text of an error of a temporary file, whose place TMPDIR chooses."""
+    return text.replace("name another place", "set TMPDIR to another folder")
 
 
 @contextmanager
@@ -241,8 +248,7 @@ def open_temporary_folder(parent: str | os.PathLike[str] | None = None) -> Itera
         except FileError as error:
             if parent is not None or str(path) not in str(error):
                 raise
-            text = str(error).replace("name another place", "set TMPDIR to another folder")
-            raise FileError(text, error.errno, code="RQ501") from error
+            raise FileError(name_temporary(str(error)), error.errno, code="RQ501") from error
 
 
 # --- Reading ------------------------------------------------------------------------------------
