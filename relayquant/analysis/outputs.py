@@ -170,7 +170,8 @@ class GapSums:
         self.counts = self.counts or [(0, 0)] * len(expected)
         self.equal = self.equal or [0] * len(expected)
         self.energies = self.energies or [[] for _ in expected]
-        for i, (x, y) in enumerate(zip(expected, got, strict=True)):
+        for i, pair in enumerate(zip(expected, got, strict=True)):
+            x, y = map(widen_floats, pair)
             differing, answers = count_differing(x, y)
             self.counts[i] = self.counts[i][0] + differing, self.counts[i][1] + answers
             self.equal[i] += count_equal(x, y) if answers else 0
@@ -243,6 +244,11 @@ def rate_samples(energies: Sequence[np.ndarray]) -> tuple[float, ...]:
 def order_inputs(mod: tvm.IRModule, batch: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """Return inputs by name in the order of the parameters of main."""
     return [batch[param.name] for param in mod["main"].params]
+
+
+def widen_floats(array: np.ndarray) -> np.ndarray:
+    """Convert bfloat16, which is no float for numpy, to float32. Other arrays are unchanged."""
+    return array.astype("float32") if array.dtype.kind == "V" else array
 
 
 def count_differing(expected: np.ndarray, got: np.ndarray) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tvm
@@ -288,6 +288,8 @@ def to_array(value: object, name: str, where: str) -> NDArray[Any]:
     tensors).
     """
     try:
+        if str(getattr(value, "dtype", "")) == "torch.bfloat16":  # numpy has no such dtype
+            value = cast(Any, value).float()
         array = np.asarray(value)
         convert = getattr(value, "numpy", None)
         if array.dtype.kind == "O" and callable(convert):

@@ -145,7 +145,11 @@ def check_module(module: Any) -> None:
 def evaluation_mode(module: Any) -> Iterator[None]:
     """Run `module.eval()`. At the end each submodule returns to its previous mode."""
     training = [part for part in module.modules() if part.training]
-    module.eval()
+    try:
+        module.eval()
+    except NotImplementedError:  # a program that PyTorch exported, whose mode changes nothing
+        for part in training:
+            part.training = False
     try:
         yield
     finally:

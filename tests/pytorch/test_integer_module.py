@@ -128,6 +128,29 @@ def test_example_inputs__one_tensor_is_told_to_be_a_tuple():
         rq.torch.quantize(NET, BATCHES[0], BATCHES)
 
 
+def test_quantize__a_module_of_bfloat16_is_guarded():
+    """Data and outputs are bfloat16, which numpy takes for bytes."""
+    module = copy.deepcopy(NET).bfloat16()
+    data = [batch.bfloat16() for batch in BATCHES]
+    qmod = rq.torch.quantize(module, (data[0],), data, effort="fast")
+    assert len(rq.ledger(qmod).quantized) == 2
+    want = NET(BATCHES[0]).detach()
+    got = rq.torch.as_module(qmod)(data[0])
+    assert got.dtype == torch.bfloat16
+    assert (got.float() - want).abs().max() < 0.05 * want.abs().max()
+    seen = rq.ledger(qmod).guard
+    assert seen is not None
+    assert 25 < seen.sqnr < 60
+    assert seen.equal > 0.9 * seen.answers
+    assert not seen.deviates
+
+
+def test_quantize__a_module_that_was_exported():
+    exported = torch.export.export(NET, (BATCHES[0],)).module()
+    qmod = rq.torch.quantize(exported, (BATCHES[0],), BATCHES, effort="fast")
+    assert len(rq.ledger(qmod).quantized) == 2
+
+
 def test_compare__of_the_other_kind_of_module_says_what_takes_it(qmod):
     """Also with the arguments that the other function takes."""
     for args in ((NET, None, qmod, BATCHES), (NET, qmod, BATCHES)):

@@ -21,6 +21,7 @@ from relayquant.analysis.lint import lint_samples
 from relayquant.analysis.outputs import (
     Interface,
     order_inputs,
+    widen_floats,
 )
 from relayquant.codegen.eager import EagerModule
 from relayquant.config import Effort, Guard
@@ -139,11 +140,14 @@ def find_first_off(
         expected, got = run_float(batch), run_integer(interface.to_inputs(batch))
         for name in expected:
             row = rows[name]
-            # An accumulator has no parameters in the ledger; it is dequantized under its own name.
-            if name not in got or (got[name].dtype.kind != "f" and not row.scale):
+            if name not in got:
                 continue
-            x, y = expected[name], got[name].astype("float64")
-            if got[name].dtype.kind != "f":
+            x, value = widen_floats(expected[name]), widen_floats(got[name])
+            # An accumulator has no parameters in the ledger; it is dequantized under its own name.
+            if value.dtype.kind != "f" and not row.scale:
+                continue
+            y = value.astype("float64")
+            if value.dtype.kind != "f":
                 y = (y - row.zero_point[0]) * row.scale[0]
             if x.shape == y.shape:
                 sums[name] = sums.get(name, NoiseSums()).update(x, y)

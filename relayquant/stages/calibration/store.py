@@ -88,7 +88,7 @@ class ValueWriter:
         axes = find_memory_axes(array)
         # ascontiguousarray would give a scalar one dimension.
         memory = np.asarray(array.transpose(axes), order="C")
-        header = make_header(memory.dtype.str, memory.shape, axes)
+        header = make_header(memory.dtype.name, memory.shape, axes)  # bfloat16 has no other
         content = memory.reshape(-1).view("uint8").data
         with writing(self._path):
             padding = bytes(-memory.nbytes % ALIGNMENT)
