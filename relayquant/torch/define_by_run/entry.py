@@ -89,6 +89,7 @@ def prepare(
     from relayquant.torch.define_by_run.program import PreparedProgram
 
     backend = resolve_backend(backend)
+    model = getattr(model, "_orig_mod", model)  # torch.compile: the code runs as it is written
     config = prepare_custom_config
     settings = QuantizeSettings(
         effort=effort,

@@ -170,6 +170,13 @@ class PreparedProgram(Uncopied):
         self.model, self.settings, self.unseen = model, settings, unseen
         self.strict_order = strict_order
         self._table = SiteTable(model, run_model.__code__)
+        if any(hasattr(each, "_orig_mod") for each in self._table.submodules):
+            raise ModelError(
+                "A submodule is compiled by torch.compile, and its operators cannot be recorded. "
+                "Prepare the model before parts of it are compiled, or put the attribute _orig_mod "
+                "of the submodule in its place.",
+                code="RQ208",
+            )
         self._constants = ModelConstants(self._table.modules)
         self._file = TensorFile()
         self._evaluation = Evaluation(self._table.submodules)

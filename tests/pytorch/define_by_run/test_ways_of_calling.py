@@ -5,6 +5,8 @@ which mode, from where, and what becomes of the model when a call fails.
 from __future__ import annotations
 
 import copy
+import errno
+import gc
 import pickle
 import threading
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ import relayquant as rq
 torch = pytest.importorskip("torch", reason="pip install torch")
 from run_models import sqnr  # noqa: E402
 from torch import nn  # noqa: E402
+
+from relayquant.torch.define_by_run import tensor_file  # noqa: E402
 
 OPTIONS = {"backend": "x86", "effort": "fast"}
 
@@ -249,6 +253,42 @@ def test_prepare__calibrated_from_several_threads(models):
     assert len(prepared.sites) == len(models[1].sites)
     with torch.no_grad():
         assert sqnr(models[0](draw()), rq.torch.convert(prepared)(draw())) > 20
+
+
+def test_prepare__without_space_for_the_values_of_a_call(models, monkeypatch):
+    prepared = prepare(models[0])
+    calls = prepared.calls
+
+    def write(*_):
+        raise OSError(errno.ENOSPC, "")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_file, "write_all", write)
+        with pytest.raises(rq.errors.FileError, match=r"No space .*or set TMPDIR to another"):
+            prepared(draw())
+    assert prepared.calls == calls
+    prepared(draw())
+    with torch.no_grad():
+        assert sqnr(models[0](draw()), rq.torch.convert(prepared)(draw())) > 20
+
+
+def test_prepare__closes_its_file():
+    prepared = prepare(nn.Linear(6, 3))
+    file = prepared._file._file
+    del prepared
+    gc.collect()
+    assert file.closed
+
+
+def test_prepare__what_torch_compile_compiled():
+    """The model itself is taken as it is written; a part is refused by name."""
+    torch.manual_seed(0)
+    model = Recurrent().eval()
+    want = rq.torch.convert(prepare(model))(draw())
+    compiled = torch.compile(model)
+    assert torch.equal(rq.torch.convert(prepare(compiled))(draw()), want)
+    with pytest.raises(rq.ModelError, match=r"compiled by torch\.compile.* attribute _orig_mod"):
+        prepare(nn.Sequential(torch.compile(nn.Linear(6, 3))))
 
 
 def test_copy__says_what_to_do_instead(models):
