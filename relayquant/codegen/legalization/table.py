@@ -28,6 +28,7 @@ from relayquant.codegen.lowering.kernel_call import build_for_batch, split_batch
 from relayquant.ir.reference.unary import SELU_ALPHA, SELU_SCALE
 from relayquant.ir.rewrite.expressions import shape_of
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.moves import list_permutation
 
 
 def legalize_as_declared(builder: relax.BlockBuilder, call: Call) -> Any:
@@ -178,8 +179,8 @@ def legalize_permute_dims(builder: relax.BlockBuilder, call: Call) -> Any:
     if found is None or not is_cpu_target() or not dtype.startswith(("float", "int", "uint")):
         return legalize_as_tvm(builder, call)
     symbolic, shape = found
-    axes = [int(axis) for axis in call.attrs.axes or reversed(range(len(shape)))]
-    spec = Permutation(shape, tuple(axes), dtype, np.dtype(dtype).itemsize)
+    axes = tuple(list_permutation(call))
+    spec = Permutation(shape, axes, dtype, np.dtype(dtype).itemsize)
     if 0 in shape or (symbolic and axes[0] != 0) or not spec.has_kernel:
         return legalize_as_tvm(builder, call)
     func = build_for_batch(lambda: make_permutation(spec), symbolic, (0, 1))

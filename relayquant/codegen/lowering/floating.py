@@ -103,6 +103,7 @@ from relayquant.ir.rewrite.expressions import (
     static_sizes,
 )
 from relayquant.ir.rewrite.graph import static_size
+from relayquant.ir.rewrite.moves import list_permutation
 from relayquant.ir.rewrite.rule import OnSkip, Skip, decline, log_skip, make_rule
 
 #: Layouts of data and weights for the convolution kernels.
@@ -549,9 +550,7 @@ def read_dots(
     if call is None or op_name(call) != "relax.permute_dims":
         return None
     stored, ndim = call.args[0], len(shape)
-    axes = call.attrs.axes
-    order = [int(a) for a in axes] if axes is not None else [*reversed(range(ndim))]
-    other = shape_of(weight)
+    order, other = list_permutation(call), shape_of(weight)
     if len(order) != ndim or order[-2] != ndim - 1 or not is_float32(stored):
         return None
     if not same_extents(shape[:-2], other[:-2]) or static_sizes(shape[-1:]) is None:
@@ -650,10 +649,10 @@ def call_bf16_matmul(
 def read_axes(context: FloatContext, operand: relax.Expr) -> tuple[int, ...] | None:
     """Read the axes of a permute_dims that only one value reads. None for any other operand."""
     call = context.block.call_of(operand)
-    if call is None or op_name(call) != "relax.permute_dims" or call.attrs.axes is None:
+    if call is None or op_name(call) != "relax.permute_dims":
         return None
     is_read_once = context.block.only_user(operand) is not None
-    return tuple(int(axis) for axis in call.attrs.axes) if is_read_once else None
+    return tuple(list_permutation(call)) if is_read_once else None
 
 
 def copy_parts(context: FloatContext, concat: relax.Var) -> Lowered | Skip:

@@ -38,6 +38,7 @@ from relayquant.ir.rewrite.expressions import (
     static_sizes,
 )
 from relayquant.ir.rewrite.graph import constant_value
+from relayquant.ir.rewrite.moves import list_permutation
 from relayquant.ir.rewrite.rule import OnSkip, Skip, decline, log_skip, make_rule
 
 MATMUL = "relax.matmul"
@@ -164,10 +165,10 @@ def read_keys(
 ) -> tuple[relax.Expr, tuple[Lowered, ...]] | Skip:
     """Return keys (*batch, keys, inner) of their transposition, and the kernel that makes them."""
     call = block.call_of(columns)
-    if call is None or op_name(call) != "relax.permute_dims" or call.attrs.axes is None:
+    if call is None or op_name(call) != "relax.permute_dims":
         return decline("the keys are not transposed")
     source = call.args[0]
-    *axes, inner, keys = (int(axis) for axis in call.attrs.axes)
+    *axes, inner, keys = list_permutation(call)
     order = (*axes, keys, inner)
     if order == tuple(range(len(order))):
         return source, ()

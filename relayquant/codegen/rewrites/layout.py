@@ -25,13 +25,14 @@ from relayquant.codegen.rewrites.layout_exceptions import (
     convert_with_exceptions,
     resize_in,
 )
-from relayquant.codegen.rewrites.moved_quantization import MOVED_QUANTIZATION, read_axes
+from relayquant.codegen.rewrites.moved_quantization import MOVED_QUANTIZATION
 from relayquant.codegen.rewrites.sunk_transposes import sink_transposes
 from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
 from relayquant.ir.rewrite.casts import canonicalize_bindings
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
 from relayquant.ir.rewrite.function import is_one_block
 from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.moves import list_permutation
 from relayquant.ir.rewrite.walker import tidy_module
 
 #: Layouts of data and weight that the kernels take.
@@ -102,7 +103,8 @@ def _transpose_of_constant() -> Rule:
         value = constant_value(match.parts["data"])
         if value is None:
             return Skip("the operand is not a constant")
-        permuted = np.ascontiguousarray(value.transpose(read_axes(match.graph.values[match.root])))
+        axes = list_permutation(match.graph.values[match.root])
+        permuted = np.ascontiguousarray(value.transpose(axes))
         return relax.const(permuted, tensor_dtype(match.root))
 
     return Rule("transpose of constant", pattern, rewrite)
@@ -119,7 +121,7 @@ def _of_transpose(
         call = match.graph.call_of(match.parts["inner"])
         if call is None:
             return Skip("the operand is not bound")
-        return repeat(emitter, match, emitter.get(call.args[0]), read_axes(call))
+        return repeat(emitter, match, emitter.get(call.args[0]), list_permutation(call))
 
     return Rule(f"{what} of transpose", pattern, rewrite)
 
@@ -128,7 +130,7 @@ def merge_transposes(
     _emitter: Emitter, match: Match, value: relax.Expr, axes: list[int]
 ) -> relax.Expr:
     """Merge permute_dims(permute_dims(x)) -> permute_dims(x), or x."""
-    order = [axes[axis] for axis in read_axes(match.graph.values[match.root])]
+    order = [axes[axis] for axis in list_permutation(match.graph.values[match.root])]
     return value if order == sorted(order) else relax.op.permute_dims(value, order)
 
 
@@ -171,7 +173,7 @@ def _transpose_of_resize() -> Rule:
         if not match.graph.has_one_user(match.parts["resized"]):
             return Skip("the images are read in both layouts")
         before, after = (np.prod(each[1:]) for each in sizes if each)
-        axes = read_axes(match.graph.values[match.root])
+        axes = list_permutation(match.graph.values[match.root])
         layout = "".join(str(call.attrs.layout)[axis] for axis in axes)
         if before >= after or layout not in RESIZE_LAYOUTS:
             return Skip("there are not more pixels, or no resize has the layout")
@@ -190,7 +192,7 @@ def _transpose_of_unit_axes() -> Rule:
         shape = tensor_shape(match.parts["data"])
         if shape is None:
             return Skip("the shape is unknown")
-        axes = read_axes(match.graph.values[match.root])
+        axes = list_permutation(match.graph.values[match.root])
         order = [axis for axis in axes if shape[axis] != 1]
         if order != sorted(order):
             return Skip("axes longer than 1 change places")

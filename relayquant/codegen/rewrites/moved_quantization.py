@@ -22,14 +22,7 @@ from relayquant.ir.reference.qnn import quantize as quantize_array
 from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip
 from relayquant.ir.rewrite.expressions import op_name
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
-
-
-def read_axes(call: Call) -> list[int]:
-    """Return the axes of a permute_dims, non-negative."""
-    rank = call.args[0].ty.ndim
-    if call.attrs.axes is None:
-        return list(reversed(range(rank)))
-    return [int(axis) % rank for axis in call.attrs.axes]
+from relayquant.ir.rewrite.moves import list_permutation
 
 
 def _quantize_of_moved() -> Rule:
@@ -47,7 +40,7 @@ def _quantize_of_moved() -> Rule:
         value = qnn.quantize(emitter.get(call.args[0]), *quantize.args[1:3], **form)
         codes = emitter.emit(value, f"{match.name}.before")
         if op_name(call) == "relax.permute_dims":
-            return relax.op.permute_dims(codes, read_axes(call))
+            return relax.op.permute_dims(codes, list_permutation(call))
         padding = np.array(call.attrs.pad_value, "float32")
         rounding = Rounding(form["rounding"])
         code = quantize_array(padding, scale, zero, out_dtype=form["out_dtype"], rounding=rounding)
@@ -74,7 +67,7 @@ def _dequantize_of_moved() -> Rule:
             return Skip("a scalar")
         axis = int(dequantize.attrs.axis) % rank
         if op_name(call) == "relax.permute_dims":
-            axis = read_axes(call)[axis]
+            axis = list_permutation(call)[axis]
         elif axis == rank - 1 and keeps_last_axis(call):
             axis = data.ty.ndim - 1
         else:
@@ -84,7 +77,7 @@ def _dequantize_of_moved() -> Rule:
         )
         real = emitter.emit(value, f"{match.name}.before")
         if op_name(call) == "relax.permute_dims":
-            return relax.op.permute_dims(real, read_axes(call))
+            return relax.op.permute_dims(real, list_permutation(call))
         return relax.op.reshape(real, match.root.ty.shape)
 
     return Rule("dequantize of moved sums", pattern, rewrite)

@@ -18,10 +18,10 @@ from tvm import IRModule, relax
 from tvm.ir import Call
 
 from relayquant.codegen.rewrites.layout_exceptions import TWO_OPERANDS
-from relayquant.codegen.rewrites.moved_quantization import read_axes
 from relayquant.ir.rewrite import Emitter, Graph
 from relayquant.ir.rewrite.expressions import is_float32, op_name, with_operands
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+from relayquant.ir.rewrite.moves import list_permutation
 from relayquant.ir.rewrite.walker import rewrite_main
 
 #: Axes of the transposes between NCHW and NHWC.
@@ -46,7 +46,7 @@ def sink_transposes(mod: IRModule) -> IRModule:
 
 def is_image_move(call: Call) -> bool:
     """Whether a call is a transpose between NCHW and NHWC."""
-    return op_name(call) == "relax.permute_dims" and tuple(read_axes(call)) in IMAGE_MOVES
+    return op_name(call) == "relax.permute_dims" and tuple(list_permutation(call)) in IMAGE_MOVES
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class SinkingWalk:
                 return bound
         bound = emitter.bind(binding.var, value)
         if operator == "relax.permute_dims" and is_image_move(value):
-            self.moved[bound] = tuple(read_axes(value)), lambda _: value.args[0]
+            self.moved[bound] = tuple(list_permutation(value)), lambda _: value.args[0]
         elif operator == "relax.qnn.dequantize" and value.args[0] in self.moved:
             self.note_dequantized(bound, value, name)
         return bound

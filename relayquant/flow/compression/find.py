@@ -19,6 +19,7 @@ from relayquant.ir.dialect.legality import iterate_bindings
 from relayquant.ir.rewrite.constants import LARGEST
 from relayquant.ir.rewrite.function import read_sources
 from relayquant.ir.rewrite.graph import call_name
+from relayquant.ir.rewrite.moves import list_permutation
 
 #: a tensor, and whether its axes are swapped
 WeightKey: TypeAlias = tuple[SourceKey, bool]
@@ -229,8 +230,7 @@ def swaps_matrices(call: Call) -> bool:
     if call_name(call) != TRANSPOSE:
         return False
     rank = call.args[0].ty.ndim
-    axes = [int(axis) % rank for axis in call.attrs.axes or reversed(range(rank))]
-    return rank >= 2 and axes == [*range(rank - 2), rank - 1, rank - 2]
+    return rank >= 2 and list_permutation(call) == [*range(rank - 2), rank - 1, rank - 2]
 
 
 def explain_matmul(call: Call, source: WeightSource) -> str:

@@ -14,6 +14,7 @@ from relayquant.errors import ModelError
 from relayquant.ir.reference.unary import RELAX_UNARY, Unary, evaluate_formula
 from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.graph import constant_value
+from relayquant.ir.rewrite.moves import list_permutation
 from relayquant.relay import syntax
 from relayquant.relay.export.base import Export, Exports, ExportSite, ints
 from relayquant.relay.export.releases import IOW_SINCE
@@ -323,9 +324,7 @@ def export_reshape(site: ExportSite) -> syntax.Expr:
 
 
 def export_permute(site: ExportSite) -> syntax.Expr:
-    axes = site.attrs.axes
-    order = ints(axes) if axes is not None else tuple(reversed(range(len(site.in_dims(0)))))
-    return site.op("transpose", site.args[0], axes=order)
+    return site.op("transpose", site.args[0], axes=tuple(list_permutation(site.call)))
 
 
 def export_flip(site: ExportSite) -> syntax.Expr:

@@ -13,6 +13,7 @@ from tvm import relax
 
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+from relayquant.ir.rewrite.moves import list_permutation
 from relayquant.stages.equalization.channels import MATMUL
 from relayquant.stages.equalization.cross_layer import Declined
 
@@ -92,9 +93,8 @@ def absorb_homogeneous(graph: Graph, var: relax.Var, channels: Channels) -> Abso
 
 def absorb_permute(graph: Graph, var: relax.Var, channels: Channels) -> Absorbed:
     """permute_dims(x) * s -> permute_dims(x * s')"""
-    axes = graph.values[var].attrs.axes
-    order = range(channels.ndim)[::-1] if axes is None else [int(a) % channels.ndim for a in axes]
-    return absorb_operand(graph, var, 0, np.transpose(channels, np.argsort(list(order))))
+    order = list_permutation(graph.values[var])
+    return absorb_operand(graph, var, 0, np.transpose(channels, np.argsort(order)))
 
 
 def absorb_reshape(graph: Graph, var: relax.Var, channels: Channels) -> Absorbed:

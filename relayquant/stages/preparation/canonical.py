@@ -98,7 +98,7 @@ RULES: tuple[CanonicalRule, ...] = (
     make_rule(remove_alias, ALIAS),
     make_rule(project_tuple, PROJECTION),
     make_rule(split_to_slice, PROJECTION),
-    make_rule(count_axes_from_front, "relax.squeeze"),
+    make_rule(count_axes_from_front, "relax.squeeze", "relax.permute_dims"),
     make_rule(recover_call_tir, "relax.call_tir"),
     make_rule(
         fold_shapes,

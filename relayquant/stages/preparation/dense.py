@@ -10,6 +10,7 @@ from tvm import relax
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.expressions import same_extents
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+from relayquant.ir.rewrite.moves import list_permutation
 from relayquant.ir.rewrite.rule import Skip, decline
 from relayquant.stages.preparation.tensors import is_constant, make_const
 
@@ -191,8 +192,7 @@ def move_bias_inside(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         axes = sorted(int(axis) % rank for axis in call.attrs.axis)
         back = np.expand_dims(padded, tuple(axes))
     else:
-        order = call.attrs.axes
-        axes = [int(axis) % rank for axis in order or reversed(range(rank))]
+        axes = list_permutation(call)
         back = np.transpose(padded, np.argsort(axes))
         units = rank - 1 if editor.op_name(linear) == MATMUL else 1
         if any(size != 1 for axis, size in enumerate(back.shape) if axis != units):

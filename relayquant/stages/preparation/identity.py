@@ -12,7 +12,7 @@ from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.expressions import same_type
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
-from relayquant.ir.rewrite.moves import RESHAPES
+from relayquant.ir.rewrite.moves import RESHAPES, list_permutation
 from relayquant.ir.rewrite.rule import Skip, decline
 from relayquant.stages.preparation.dense import LINEAR
 from relayquant.stages.preparation.tensors import is_constant
@@ -79,10 +79,8 @@ def remove_no_op(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         return decline("the type changes")
     if name == "relax.nn.pad" and any(width != 0 for width in call.attrs.pad_width):
         return decline("it pads here and cuts there")
-    if name == "relax.permute_dims":
-        axes = call.attrs.axes
-        if axes is None or [int(axis) for axis in axes] != list(range(data.ty.ndim)):
-            return decline("axes change places")
+    if name == "relax.permute_dims" and list_permutation(call) != list(range(data.ty.ndim)):
+        return decline("axes change places")
     if name == "relax.strided_slice" and not _has_positive_strides(call):
         return decline("a stride may be negative")
     return data
@@ -158,15 +156,16 @@ def choose_side(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def count_axes_from_front(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """squeeze(x, [-2]) -> squeeze(x, [rank - 2]). TVM's ConvertLayout reads negative axes as
-    huge ones.
+    """squeeze(x, [-2]) -> squeeze(x, [rank - 2]), and permute_dims alike. TVM's ConvertLayout reads
+    negative axes as huge ones.
     """
-    call = editor.call_of(var)
-    axes = call.attrs.axis
+    call, is_squeeze = editor.call_of(var), editor.op_name(var) == "relax.squeeze"
+    axes = call.attrs.axis if is_squeeze else call.attrs.axes
     if axes is None or all(int(axis) >= 0 for axis in axes):
         return decline("no axis is negative")
     rank = call.args[0].ty.ndim
-    return relax.op.squeeze(call.args[0], [int(axis) % rank for axis in axes])
+    move = relax.op.squeeze if is_squeeze else relax.op.permute_dims
+    return move(call.args[0], [int(axis) % rank for axis in axes])
 
 
 def split_to_slice(editor: Editor, var: relax.Var) -> relax.Expr | Skip:

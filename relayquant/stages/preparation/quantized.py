@@ -15,6 +15,7 @@ from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.moves import list_permutation
 from relayquant.ir.rewrite.rule import Skip, decline
 from relayquant.stages.preparation.dense import LINEAR
 from relayquant.stages.preparation.tensors import make_const
@@ -35,9 +36,7 @@ def move_inside_dequantize(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         return decline("no constant is dequantized")
     axis = int(inner.attrs.axis) % max(array.ndim, 1)
     if editor.op_name(var) == "relax.permute_dims":
-        axes = call.attrs.axes
-        order = list(reversed(range(array.ndim))) if axes is None else [int(a) for a in axes]
-        order = [a % array.ndim for a in order]
+        order = list_permutation(call)
         moved, new_axis = np.transpose(array, order), order.index(axis) if order else 0
     else:
         moved = array.reshape(shape)

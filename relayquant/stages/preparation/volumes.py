@@ -23,6 +23,7 @@ from relayquant.ir.ops.chain import ELEMENTWISE
 from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.moves import list_permutation
 from relayquant.ir.rewrite.rule import Skip, decline
 from relayquant.stages.preparation.tensors import channel_values, make_const
 
@@ -54,8 +55,9 @@ class Volume:
 def find_volume(editor: Editor, expr: relax.Expr) -> Volume | None:
     """Return the volume that a value consists of, if there is one."""
     layout, call = LAST, editor.call_of(expr)
-    if call is not None and editor.op_name(expr) == "relax.permute_dims" and call.attrs.axes:
-        layout = "".join(LAST[int(axis)] for axis in call.attrs.axes) if expr.ty.ndim == 5 else ""
+    if call is not None and editor.op_name(expr) == "relax.permute_dims":
+        axes = list_permutation(call)
+        layout = "".join(LAST[axis] for axis in axes) if len(axes) == 5 else ""
         expr = call.args[0]
         call = editor.call_of(expr)
     if call is None or editor.op_name(expr) != "relax.reshape" or len(layout) != 5:

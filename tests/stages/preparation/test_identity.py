@@ -179,6 +179,18 @@ def test_squeeze__axes_from_the_front(check_prepared):
     check_prepared(before, expected)
 
 
+def test_permute_dims__axes_from_the_front(check_prepared):
+    @as_main
+    def before(x: R.Tensor((2, 4, 3), "float32")):
+        return R.permute_dims(x, axes=[0, -1, 1])
+
+    @as_main
+    def expected(x: R.Tensor((2, 4, 3), "float32")):
+        return R.permute_dims(x, axes=[0, 2, 1])
+
+    check_prepared(before, expected)
+
+
 def test_dequantized_constant_comes_second(check_prepared):
     integers = relax.const(np.array([3, -5], "int8"))
 

@@ -71,6 +71,7 @@ from relayquant.ir.rewrite import Graph, Skip
 from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.expressions import read_number
 from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.moves import list_permutation
 from relayquant.ir.rewrite.rule import decline, make_rule
 
 #: Up to this many values, the overhead of a kernel call exceeds the work: 0.3 us, as much as 256
@@ -173,8 +174,7 @@ def lower_softmax(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 
 def is_image_transpose(call: Call, shape: tuple[int, ...]) -> bool:
     """Whether a permute_dims turns NCHW into NHWC, and there are only an image's channels."""
-    axes = [int(axis) % len(shape) for axis in call.attrs.axes or ()]
-    return axes == [0, 2, 3, 1] and shape[1] <= IMAGE_CHANNELS
+    return list_permutation(call) == [0, 2, 3, 1] and shape[1] <= IMAGE_CHANNELS
 
 
 def lower_dequantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:

@@ -49,6 +49,7 @@ from relayquant.ir.rewrite import Skip
 from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.expressions import read_number
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.moves import list_permutation
 from relayquant.ir.rewrite.rule import make_rule
 
 
@@ -433,7 +434,7 @@ def read_transposed(context: KernelContext, expr: relax.Expr) -> tuple[relax.Exp
     call = context.graph.call_of(expr)
     if call is None or context.graph.op_name(expr) != "relax.permute_dims":
         return expr, None
-    shape, axes = tensor_shape(call.args[0]), [int(axis) for axis in call.attrs.axes or ()]
+    shape, axes = tensor_shape(call.args[0]), list_permutation(call)
     if shape is None:
         return expr, None
     rank = len(axes)

@@ -25,6 +25,7 @@ from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.refusal import NotConstant, Refusal
 from relayquant.ir.dialect import qnn
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
+from relayquant.ir.rewrite.moves import list_permutation
 
 TAKE, TRANSPOSE = "relax.qnn.grouped_take", "relax.permute_dims"
 #: Bits of a MatMulNBits whose codes are packed as ours are.
@@ -289,8 +290,7 @@ def find_rows(bb: Builder, expr: relax.Expr) -> tuple[GroupedOperands, bool] | N
                 return None
             expr = value
         elif call_name(value) == TRANSPOSE and value.ty.ndim == 2:
-            axes = value.attrs.axes
-            is_swapped ^= axes is None or [int(axis) % 2 for axis in axes] == [1, 0]
+            is_swapped ^= list_permutation(value) == [1, 0]
             expr = value.args[0]
         elif call_name(value) == TAKE:
             rows, codes = constant_value(value.args[0]), constant_value(value.args[1])

@@ -25,6 +25,7 @@ from relayquant.formats.writers.onnx.operators import (
 from relayquant.formats.writers.onnx.sizes import write_scalar, write_sizes
 from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.inline import list_dimensions
+from relayquant.ir.rewrite.moves import list_permutation
 
 #: the number of elements of a scalar
 ONE = tirx.const(1, "int64")
@@ -58,9 +59,7 @@ def write_reshape(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 def write_permute(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Write Transpose."""
-    rank = var.ty.ndim
-    axes = call.attrs.axes
-    order = list(reversed(range(rank))) if axes is None else [a % rank for a in integers(axes)]
+    order = list_permutation(call)
     return builder.emit("Transpose", [builder.tensor(call.args[0], var.name)], var.name, perm=order)
 
 
