@@ -379,3 +379,14 @@ def test_program__an_operator_whose_success_is_checked_is_named(function, operat
     program = torch.export.export(Module(), (torch.eye(3),))
     with pytest.raises(ModelError, match=rf"1 operator of the model: {operator}"):
         rq.load(program)
+
+
+def test_program__that_checks_values_is_read_without_the_check():
+    class Module(nn.Module):
+        def forward(self, x):
+            torch._check((x > -100).all().item())
+            return 2 * x
+
+    program = torch.export.export(Module(), (torch.ones(3),))
+    (found,) = rq.reference.run(rq.load(program), [np.float32([1, -2, 3])])
+    np.testing.assert_array_equal(found, [2, -4, 6])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -97,3 +99,64 @@ def test_convolution__has_the_type_and_values_of_torch(dtype, rank):
         draw(dtype, 4, 3, *[3] * rank),
         bias,
     )
+
+
+@pytest.fixture(scope="module")
+def multiply_groups():
+    """The operator with which `transformers` writes experts in float32."""
+
+    def multiply(rows, stack, offs):
+        ends = [0, *offs.tolist(), len(rows)]
+        parts = zip(pairwise(ends), [*stack, torch.zeros_like(stack[0])], strict=True)
+        return torch.cat([rows[slice(*part)] @ matrix for part, matrix in parts])
+
+    name = "transformers::grouped_mm_fallback"
+    schema = "(Tensor rows, Tensor stack, Tensor offs) -> Tensor"
+    operator = torch.library.custom_op(name, multiply, mutates_args=(), schema=schema)
+    operator.register_fake(lambda rows, stack, _: rows.new_empty(len(rows), stack.shape[2]))
+    return torch.ops.transformers.grouped_mm_fallback
+
+
+class Experts(torch.nn.Module):
+    """Each row of the input goes to the two experts with the largest scores."""
+
+    def __init__(self, multiply) -> None:
+        super().__init__()
+        self.multiply, self.router = multiply, torch.nn.Linear(16, 4, bias=False)
+        self.stack = torch.nn.Parameter(torch.randn(4, 24, 16))
+
+    def forward(self, x):
+        scores, expert = self.router(x).softmax(-1).topk(2)
+        order = expert.flatten().argsort()
+        counts = torch.histc(expert.flatten().float(), bins=4, min=0, max=3)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        made = self.multiply(x.repeat_interleave(2, 0)[order], self.stack.mT, ends)
+        back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0]))
+        return (made[back].reshape(-1, 2, 24) * scores[..., None]).sum(1)
+
+
+def test_experts__are_products_by_row(multiply_groups):
+    torch.manual_seed(0)
+    module, x = Experts(multiply_groups), torch.randn(6, 16)
+    mod = rq.load(torch.export.export(module, (x,)))
+    data = torch.randn(32, 6, 16)
+    for rows in (x, *data[:3]):
+        (found,) = rq.Executor(rq.compile(mod)).run("main", [rows.numpy()])
+        np.testing.assert_allclose(found, module(rows).detach(), rtol=1e-5, atol=1e-5)
+    integers = rq.quantize(mod, None, [(each.numpy(),) for each in data], effort="fast")
+    taken = [row for row in rq.ledger(integers).rows if row.op == "matmul" and row.quantized]
+    assert len(taken) == 5  # the router and the experts
+    assert rq.verify(integers, [x.numpy()]).is_equal
+
+
+@pytest.mark.parametrize("ends", [(2, 2, 8), (0, 3, 8), (8, 8, 8)])
+def test_groups_of_bfloat16__have_the_bits_of_torch(ends):
+    class Module(torch.nn.Module):
+        def forward(self, rows, stack, ends):
+            rows, stack = rows.bfloat16(), stack.bfloat16()
+            return functional.grouped_mm(rows, stack, offs=ends).float()
+
+    values = draw("float32", 8, 16), draw("float32", 3, 16, 24), torch.tensor(ends).int()
+    mod = rq.load(torch.export.export(Module(), values))
+    (found,) = rq.reference.run(mod, [each.numpy() for each in values])
+    np.testing.assert_array_equal(found, Module()(*values))

@@ -270,6 +270,43 @@ def take_numbers(first: Any, second: Any, result: Any) -> Any:
     return torch.where(first.isnan(), second, torch.where(second.isnan(), first, result))
 
 
+def write_grouped_product(
+    rows: Any, stack: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> Any:
+    """Write a grouped product of rows (M, K) and a stack (E, K, N) as a choice among the products
+    with each matrix. Group e ends before row offs[e]. Rows behind the last group become 0.
+
+    A mixture of experts sorts its rows by expert. The program cannot have fewer products, because
+    the sizes of the groups are known at run time.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if rows.dim() != 2 or stack.dim() != 3 or offs is None or bias is not None or out_dtype:
+        return NotImplemented
+    places = torch.arange(rows.shape[0], dtype=offs.dtype, device=offs.device)
+    group = (offs <= places.unsqueeze(-1)).sum(-1, keepdim=True)
+    chosen = rows.new_zeros(rows.shape[0], stack.shape[2])
+    for number, matrix in enumerate(stack.unbind(0)):
+        chosen = torch.where(group == number, rows.mm(matrix), chosen)
+    return chosen
+
+
+def write_histc(data: Any, bins: int = 100, low: Any = 0, high: Any = 0) -> Any:
+    """Write histc as the counts of elements with each number of a bin. Without a range, it is from
+    the least to the largest element, widened by 1 on both sides if they are equal.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if low == high:
+        low, high = data.amin(), data.amax()
+        margin = (low == high).to(data.dtype)
+        low, high = low - margin, high + margin
+    place = ((data - low) * bins / (high - low)).floor().clamp(max=bins - 1)
+    place = torch.where((data >= low) & (data <= high), place, -1).flatten()
+    numbers = torch.arange(bins, dtype=data.dtype, device=data.device)
+    return (place.unsqueeze(-1) == numbers).sum(0).to(data.dtype)
+
+
 def write_hypot(first: Any, second: Any) -> Any:
     """Write hypot(a, b) as h * sqrt(1 + (l / h)**2) with the larger h and the smaller l of |a| and
     |b|.
@@ -634,6 +671,8 @@ COMPOSITES: dict[str, Composite] = {
     "fmax.default": write_fmax,
     "full.default": write_full,
     "fmin.default": write_fmin,
+    "_grouped_mm.default": write_grouped_product,
+    "histc.default": write_histc,
     "hypot.default": write_hypot,
     "index_reduce.default": write_index_reduce,
     "ldexp.Tensor": write_ldexp,

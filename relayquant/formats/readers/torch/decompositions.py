@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from relayquant.formats.readers.torch.complex_numbers import PART_COMPOSITES, split_complex
-from relayquant.formats.readers.torch.composites import COMPOSITES
+from relayquant.formats.readers.torch.composites import COMPOSITES, write_grouped_product
 
 Decomposition = Callable[..., Any]
 
@@ -98,6 +98,9 @@ def make_decompositions() -> Any:
         put(name, compute_wide)
     for name in PART_COMPOSITES:
         put(name, lambda _, own, write=PART_COMPOSITES[name]: split_complex(own, write))
+    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
+        operator = torch.ops.transformers.grouped_mm_fallback.default
+        table[operator] = write_grouped_product  # how `transformers` exports experts in float32
     return table
 
 

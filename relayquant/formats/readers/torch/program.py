@@ -40,6 +40,7 @@ from relayquant.formats.readers.torch.recurrent import keep_layers, make_recurre
 from relayquant.formats.readers.torch.signature import (
     check_effects,
     describe_node,
+    drop_checks,
     drop_constant_inputs,
     find_path,
     refuse_complex,
@@ -173,6 +174,7 @@ def _import_program(
             program = program.run_decompositions(table)
         check_effects(program)
         refuse_complex(program)
+        drop_checks(program)
         drop_constant_inputs(program)
         if not may_have_state:
             refuse_state(program)

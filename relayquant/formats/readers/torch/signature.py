@@ -24,6 +24,12 @@ STATISTICS = ("running_mean", "running_var")
 #: Number of names that a message shows. The rest is counted.
 MOST_NAMES = 5
 
+#: Operators that only check numbers, such as sizes.
+CHECKS = (
+    *("aten._assert_scalar.default", "aten._assert_tensor_metadata.default"),
+    *("aten.sym_constrain_range.default", "aten.sym_constrain_range_for_size.default"),
+)
+
 #: Arguments that switch off an operator's random numbers if they are 0.
 SWITCHES = ("train", "training", "dropout", "dropout_p")
 
@@ -260,6 +266,14 @@ def drop_constant_inputs(program: Any) -> None:
         if node.name in names and not node.users:
             program.graph.erase_node(node)
             specs[:] = [spec for spec in specs if spec.arg.name != node.name]
+
+
+def drop_checks(program: Any) -> None:
+    """Remove assertions about numbers from a decomposed program, and what only they read."""
+    for node in reversed(program.graph.nodes):
+        is_check = str(node.target) in CHECKS
+        if is_check or (node.op == "call_function" and not node.users and not node.is_impure()):
+            program.graph.erase_node(node)
 
 
 def quote_names(names: list[str]) -> str:
