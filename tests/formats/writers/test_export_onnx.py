@@ -252,6 +252,27 @@ def test_symbolic_sizes__of_parts_below_zero_are_refused(tmp_path):
                 run_onnxruntime(each, {"x": x, "parts": np.array(parts)})
 
 
+@pytest.mark.parametrize("exclusive", [0, 1])
+@pytest.mark.parametrize("reverse", [0, 1])
+def test_cumulative_sum__is_written_as_it_was_read(reverse, exclusive, tmp_path):
+    node = onnx.helper.make_node("CumSum", ["x", "at"], ["y"], reverse=reverse, exclusive=exclusive)
+    graph = onnx.helper.make_graph(
+        [node],
+        "sums",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 4])],
+        [onnx.ValueInfoProto(name="y")],
+        [onnx.numpy_helper.from_array(np.array(-1), "at")],
+    )
+    opsets = [onnx.helper.make_opsetid("", 14)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    mod, _ = rq.load(model)
+    path = rq.export_onnx(mod, tmp_path / "m.onnx")
+    x = np.random.default_rng(0).normal(size=(3, 4)).astype("float32")
+    (want,) = run_onnxruntime(model, {"x": x})
+    for found in (rq.reference.run(mod, [x]), run_onnxruntime(path, {"x": x})):
+        np.testing.assert_allclose(found[0], want, rtol=1e-6, atol=1e-6)
+
+
 def test_symbolic_sizes__computed_otherwise_are_refused(tmp_path):
     def body(emit, x):
         n = x.ty.shape[0]

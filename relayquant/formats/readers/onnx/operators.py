@@ -190,6 +190,21 @@ def require_constant(
         raise NotConstant(what)
 
 
+def convert_cumsum(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
+    """Convert CumSum to R.cumsum, between two R.flip with `reverse`. TVM flips by loops, which no
+    other format can express.
+    """
+    axes = read_sizes(inputs[1])
+    if axes is None:
+        raise NotConstant("axis")
+    data, axis = inputs[0], int(axes[0])
+    is_reversed = bool(attrs.get("reverse", 0))
+    if is_reversed:
+        data = bb.emit(relax.op.flip(data, axis))
+    total = bb.emit(relax.op.cumsum(data, axis, exclusive=bool(attrs.get("exclusive", 0))))
+    return bb.emit(relax.op.flip(total, axis)) if is_reversed else total
+
+
 def convert_eye_like(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert EyeLike to R.eye_like of data with the wanted dtype. TVM supports the dtype of the
     data only.
@@ -235,7 +250,7 @@ OPERATORS: dict[str, Convert] = {
     "DFT": round_once(convert_dft),
     "Elu": round_once(convert_elu),
     "Concat": convert_concat,
-    "CumSum": functools.partial(require_constant, "axis", 1),
+    "CumSum": convert_cumsum,
     "AffineGrid": functools.partial(require_constant, "size", 1),
     "Einsum": convert_einsum,
     "EyeLike": convert_eye_like,
