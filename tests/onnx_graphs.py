@@ -17,7 +17,7 @@ from onnx_runtime import run_onnxruntime
 #: ONNX Runtime's own version of the file format
 IR_VERSION = 10
 #: opsets at which the meaning or the form of an operator changed
-OPSETS = (9, 10, 11, 12, 13, 14, 17, 18, 19, 21)
+OPSETS = (7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21)
 #: what is added to the seed of a graph that ONNX Runtime refuses as a whole
 AGAIN = 1_000_000
 #: values beyond this are not drawn further: differences of rounding would be all that is compared
@@ -648,7 +648,12 @@ def draw_resize(g: GraphDrawer) -> Node | None:
         return Node("Resize", (x, roi, scales), attrs)
     # One element of pytorch_half_pixel lies at 0 - 0.5 by the standard, at 0 to ONNX Runtime.
     least = 2 if coordinates == "pytorch_half_pixel" else 1
-    sizes = [*g.shape(x)[:2], *(g.integer(least, 7) for _ in range(rank - 2))]
+    # ONNX Runtime rounds other quotients of sizes, and takes another element for the nearest one.
+    sizes = [
+        size * g.integer(1, 2) if mode == "nearest" else g.integer(least, 7)
+        for size in g.shape(x)[2:]
+    ]
+    sizes = [*g.shape(x)[:2], *sizes]
     none = np.zeros(0, "float32") if g.opset < 13 else None
     return Node("Resize", (x, roi, none, np.array(sizes, "int64")), attrs)
 
@@ -747,6 +752,24 @@ def draw_sort(g: GraphDrawer) -> Node | None:
     return Node(op, (indices, depth, levels), {"axis": g.pick(-1, 0)})
 
 
+def draw_recurrent(g: GraphDrawer) -> Node | None:
+    x = g.value(3)
+    if x is None or max(g.shape(x)) > 12:
+        return None
+    op, direction = g.pick("LSTM", "GRU", "RNN"), g.pick("forward", "reverse", "bidirectional")
+    _, batch, size = g.shape(x)
+    ways, gates, hidden = 1 + (direction == "bidirectional"), GATES[op], g.integer(1, 6)
+    weights = [g.weights(ways, gates * hidden, width) for width in (size, hidden)]
+    bias = g.weights(ways, 2 * gates * hidden) if g.chance(0.7) else None
+    start = (None, g.weights(ways, batch, hidden)) if g.chance(0.4) else ()
+    attrs = {"hidden_size": hidden, "direction": direction}
+    if op == "GRU" and g.chance(0.5):
+        attrs["linear_before_reset"] = 1
+    return Node(op, (x, *weights, bias, *start), attrs, outputs=g.pick(1, 2))
+
+
+#: recurrent operator -> number of its gates
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 #: kind -> how often it is drawn
 DRAWS: dict[Draw, int] = {
     draw_conv: 10, draw_conv_transpose: 2, draw_pool: 5, draw_global_pool: 1, draw_norm: 4,
@@ -755,7 +778,7 @@ DRAWS: dict[Draw, int] = {
     draw_reduction: 4, draw_arg: 1, draw_transpose: 4, draw_reshape: 5, draw_squeeze: 3,
     draw_concat: 4, draw_split: 2, draw_slice: 3, draw_pad: 3, draw_gather: 3, draw_gather_nd: 1,
     draw_expand: 2, draw_resize: 2, draw_depth_space: 1, draw_where: 3, draw_cast: 2,
-    draw_shape: 3, draw_sizes: 2, draw_sort: 2,
+    draw_shape: 3, draw_sizes: 2, draw_sort: 2, draw_recurrent: 3,
 }  # fmt: skip
 
 
