@@ -17,6 +17,7 @@ gives the same bits.
 
 import concurrent.futures
 import multiprocessing
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,13 +106,18 @@ def stop_and_go_on(folder: Path) -> bytes:
 # workers run them, and what their observers saw is merged in the order of the data. Processes must
 # be spawned, not forked. A worker that dies is an error that names its batches; together with
 # ``checkpoint=`` nothing else is lost. Across machines the checkpoint also is the folder that all
-# of them see.
+# of them see. A terminal sends Ctrl-C to all processes: workers that ignore it print no tracebacks.
 
 
 def use_processes(folder: Path) -> bytes:
     context = multiprocessing.get_context("spawn")
     prepared = prepare()
-    with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as executor:
+    with concurrent.futures.ProcessPoolExecutor(
+        2,
+        mp_context=context,
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),
+    ) as executor:
         prepared = rq.calibrate(prepared, draw_samples, workers=executor)
     return save(prepared, folder / "parallel")
 
