@@ -15,6 +15,7 @@ import numpy as np
 import tvm
 from tvm import relax
 from tvm.ir import Call
+from tvm.relax.dpl import ConstantPattern
 
 from relayquant.base.arguments import check_fields
 from relayquant.base.grouping import GroupedWeight, GroupFormat, quantize_groups
@@ -22,7 +23,11 @@ from relayquant.base.qtypes import INTEGER_LIMITS, QParams, QSpec, Role
 from relayquant.config import Accumulator, Overflow
 from relayquant.errors import ConfigError, suggest_name
 from relayquant.ir.dialect import qnn
-from relayquant.ir.dialect.accumulator_range import SUM_DTYPES, choose_accumulator_dtype
+from relayquant.ir.dialect.accumulator_range import (
+    PRODUCTS,
+    SUM_DTYPES,
+    choose_accumulator_dtype,
+)
 from relayquant.ir.rewrite import Emitter, Match, Matcher, Pattern, Skip, check_attributes
 from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
@@ -148,10 +153,15 @@ class RealizeContext:
         int64.
 
         Args:
-            product: Accumulator dtype -> the integer operator.
+            product: Accumulator dtype -> the product, without the bias.
             weight: The constant that will replace the second operand, if it is not constant yet.
+
+        Raises:
+            ConfigError: `product` returned another operator, or one of an unbound expression.
         """
         call, bias = product(SUM_DTYPES[0]), None
+        if isinstance(call, Call):
+            check_product(call)
         if "bias" in self.operands:
             bias = self.operands["bias"].value
         added = None if bias is None else constant_value(bias)
@@ -168,6 +178,23 @@ class RealizeContext:
         if self.accumulator is None:
             return total
         return self.emit(narrow_integer(self.emit, total, self.accumulator), NARROW)
+
+
+def check_product(call: Call) -> None:
+    """Raise ConfigError for what is no product, or has operands without a type."""
+    name = getattr(call.op, "name", "a call")
+    if name not in PRODUCTS:
+        raise ConfigError(
+            f"accumulate: product returned {name}; allowed: {', '.join(PRODUCTS)}, or what "
+            "context.emit returned. accumulate adds the bias.",
+            code="RQ106",
+        )
+    if not all(isinstance(part.ty, relax.TensorType) for part in call.args):
+        raise ConfigError(
+            f"accumulate: an operand of {name} is an expression. Bind it before: "
+            "context.emit(expression, 'part').",
+            code="RQ106",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -331,6 +358,15 @@ class QuantOp:
                 f"pattern. {suggest_name(missing[0], named or ())}",
                 code="RQ106",
             )
+        nodes = self.pattern.parts if isinstance(self.pattern, Pattern) else {}
+        for operand in self.operands:
+            if isinstance(nodes.get(operand.name), ConstantPattern):
+                raise ConfigError(
+                    f"QuantOp {self.name!r}: operand {operand.name!r} is_const(), which never "
+                    "matches a quantized operand: it is the result of a dequantize. Write "
+                    "wildcard(). Role.WEIGHT and Role.BIAS already ask for a constant.",
+                    code="RQ106",
+                )
         allowed = self.pattern.op_names if isinstance(self.pattern, Pattern) else ()
         if allowed and self.op not in allowed:  # code, and open patterns, may match any operator
             raise ConfigError(

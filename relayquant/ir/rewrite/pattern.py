@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,7 +39,7 @@ class Match:
     variables bound inside the match, in topological order, without the root.
     """
 
-    graph: Graph
+    graph: Graph = field(repr=False)
     root: relax.Var
     parts: Mapping[str, relax.Expr]
     inner: tuple[relax.Var, ...]
@@ -105,8 +105,8 @@ def may_match(matcher: Any, op_name: str) -> bool:
 def list_nodes(node: DFPattern) -> Iterator[DFPattern]:
     """List the nodes of a dpl pattern, with repetitions."""
     yield node
-    for field in INNER_PATTERNS:
-        inner = getattr(node, field, None)
+    for name in INNER_PATTERNS:
+        inner = getattr(node, name, None)
         for each in [inner] if isinstance(inner, DFPattern) else inner or ():
             yield from list_nodes(each)
 

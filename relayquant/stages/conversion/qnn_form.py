@@ -140,16 +140,28 @@ def find_real(graph: Graph, call: Call) -> relax.Var | None:
 def find_planned(
     graph: Graph, backend: BackendConfig
 ) -> Iterator[tuple[relax.Var, tuple[QuantOp, Match]]]:
-    """Return (root, (pattern, match)) for the operators that the ledger calls quantized."""
+    """Return (root, (pattern, match)) for the operators that the ledger calls quantized.
+
+    Raises:
+        ConfigError: a pattern matches the float operators, but not with dequantized operands.
+    """
     ledger = find_ledger(graph.mod)
     for row in ledger.quantized if ledger is not None else ():
         var = graph.vars.get(row.name)
         if var is None or var not in graph.values:
             continue
         pattern = find_pattern(backend, row.pattern)
+        if pattern.realize is None:
+            continue
         match = run_match(pattern, graph, var)
-        if pattern.realize is not None and match is not None:
-            yield var, (pattern, match)
+        if match is None:
+            raise ConfigError(
+                f"{describe_place(pattern, row.name, 'pattern.match')}: it matched the float "
+                "operators, but does not match them with dequantized operands, so they would stay "
+                "in float. Write wildcard() for each operand.",
+                code="RQ106",
+            )
+        yield var, (pattern, match)
 
 
 def find_dequantized(

@@ -19,6 +19,8 @@ from tvm.relax.dpl import (
 )
 
 import relayquant as rq
+from relayquant.base.qtypes import Role
+from relayquant.errors import ConfigError
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ops import Kind, Operand, Output, Quantized, QuantOp
 from relayquant.ir.rewrite import Graph, Pattern, Skip
@@ -108,6 +110,66 @@ def test_pattern_of_the_user__needs_dtypes():
     backend = empty.with_pattern(square_op(), dtypes)
     assert backend.find_pattern("square").dtypes == tuple(dtypes)
     assert empty.patterns == ()
+
+
+def dense_row(weight, product=None, *, is_bound: bool = True) -> QuantOp:
+    """matmul(x, weight) + bias as one operator; `product` changes what is accumulated."""
+    data, bias = wildcard(), wildcard()
+    root = is_op("relax.add")(is_op("relax.matmul")(data, weight), bias)
+
+    def realize(context):
+        data, weight, bias = context.operands.values()
+        turned = relax.op.permute_dims(weight.value)
+        turned = context.emit(turned, "turned") if is_bound else turned
+
+        def multiply(dtype):
+            value = qnn.dense(
+                data.value, turned, data.zero_point, weight.zero_point, data.scale, weight.scale,
+                out_dtype=dtype,
+            )  # fmt: skip
+            return value if product is None else product(value, bias.value)
+
+        return Quantized(context.accumulate(multiply), bias.qparams).dequantize()
+
+    return QuantOp(
+        "mine", "relax.matmul", Pattern(root, {"data": data, "weight": weight, "bias": bias}),
+        (Operand("data"), Operand("weight", Role.WEIGHT), Operand("bias", Role.BIAS)),
+        Kind.ANCHOR, realize=realize, accumulator_axis=lambda match: 1,
+    )  # fmt: skip
+
+
+def build_dense(b):
+    product = b.emit(relax.op.matmul(b.activation(2, 8), b.constant(8, 4)))
+    return relax.op.add(product, b.constant(4))
+
+
+def test_pattern_of_the_user__with_weight_and_bias_is_realized():
+    report = rq.extend.check_pattern(dense_row(wildcard()), build_dense, examples=1)
+    assert report.differing == 0
+
+
+def test_pattern_of_the_user__a_bias_in_the_product_is_refused():
+    row = dense_row(wildcard(), relax.op.add)
+    with pytest.raises(ConfigError, match=r"product returned relax\.add.*accumulate adds the bias"):
+        rq.extend.check_pattern(row, build_dense, examples=1)
+
+
+def test_pattern_of_the_user__an_expression_in_the_product_is_refused():
+    row = dense_row(wildcard(), is_bound=False)
+    with pytest.raises(ConfigError, match=r"operand of relax\.qnn\.dense is an.*context\.emit"):
+        rq.extend.check_pattern(row, build_dense, examples=1)
+
+
+def test_pattern_of_the_user__a_constant_as_operand_is_refused():
+    """A quantized operand is the result of a dequantize, so such a row never ran."""
+    with pytest.raises(ConfigError, match=r"operand 'weight' is_const\(\).*Write wildcard\(\)"):
+        dense_row(is_const())
+
+
+def test_pattern_of_the_user__that_matches_float_operators_alone_is_refused():
+    row = dense_row(is_const() & wildcard())
+    with pytest.raises(ConfigError, match=r"Operator 'result\d*', pattern 'mine'.*stay in float"):
+        rq.extend.check_pattern(row, build_dense, examples=1)
 
 
 @pytest.mark.slow
