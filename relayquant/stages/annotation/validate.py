@@ -66,9 +66,10 @@ def describe_unsupported(plan: Plan, *, strict: bool) -> str:
             "Set None for those that are meant to stay in float, or pass strict=False."
         )
     verb = "stays" if len(rows) == 1 else "stay"
-    head = f"{format_count(len(rows), 'operator')} {verb} in float although the QConfigMapping "
-    head += "says otherwise:"
-    return f"{head}\n  {lines}"
+    return (
+        f"{format_count(len(rows), 'operator')} {verb} in float although the QConfigMapping or the "
+        f"backend's default_qconfig asks for integers:\n  {lines}"
+    )
 
 
 def describe_row(op: OperatorPlan) -> str:
