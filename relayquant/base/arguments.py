@@ -27,6 +27,7 @@ from relayquant.errors import (
     ConfigError,
     ModelError,
     RelayQuantError,
+    find_near_name,
     format_count,
     suggest_name,
 )
@@ -211,10 +212,10 @@ def read_text(value: Any, hint: Any, where: str) -> Any:
     known = {member.value: member for kind in kinds for member in kind}
     if value in known:
         return known[value]
+    near = find_near_name(value, known)
+    meant = f" Did you mean {near!r}?" if near else ""
     allowed = ", ".join(map(repr, known))
-    raise ConfigError(
-        f"{where} is {value!r}; allowed: {allowed}. {suggest_name(value, known)}", code="RQ101"
-    )
+    raise ConfigError(f"{where} is {value!r}; allowed: {allowed}.{meant}", code="RQ101")
 
 
 @functools.cache

@@ -257,8 +257,10 @@ def _find_format(path: Path) -> Format:
         )
     kinds = ", ".join(f"{each.suffix} ({each.kind})" for each in FORMATS)
     kinds += f", a folder with {CONFIG} ({FOLDER.kind})"
+    unknown = f"Cannot tell from the name of {str(path)!r} what kind of model it is."
+    missing = f"There is no model file {str(path)!r}."
     raise ModelError(
-        f"Cannot tell from the name of {str(path)!r} what kind of model it is. Readable: {kinds}. "
+        f"{unknown if path.exists() else missing} Readable: {kinds}. "
         "Any module of a TVM frontend may also be passed to relayquant directly.",
         code="RQ201",
     )

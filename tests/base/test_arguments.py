@@ -250,6 +250,24 @@ def test_arguments__by_a_wrong_name_name_the_function_and_the_nearest(call, told
         call()
 
 
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: rq.QSpec("int8", "symetric"), "'symmetric', 'affine'. Did you mean 'symmetric'?"),
+        (lambda: rq.QSpec("int8", "odd"), "'symmetric', 'affine'. [RQ101]"),
+    ],
+)
+def test_argument__of_a_wrong_text_lists_what_is_allowed_once(call, told):
+    with pytest.raises(rq.ConfigError, match=re.escape(told)) as error:
+        call()
+    assert str(error.value).count("'affine'") == 1
+
+
+def test_load__of_a_missing_path_without_a_suffix_says_that_it_is_missing():
+    with pytest.raises(rq.ModelError, match=r"There is no model file 'never'\. Readable: \.onnx"):
+        rq.load("never")
+
+
 def test_argument__of_a_file_where_a_module_is_wanted_says_how_to_read_it(tmp_path):
     with pytest.raises(
         rq.ModelError, match=r"allowed: a tvm.IRModule, or .*\. Read a file with relayq"

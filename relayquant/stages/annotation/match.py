@@ -427,7 +427,11 @@ class _Matching:
                 reason = f"no pattern of backend {self.backend.name!r} for {op} looks as here"
                 reason += f": {', '.join(known[:MOST_NAMES])}"
                 reason += " ..." if len(known) > MOST_NAMES else ""
-            skip = Skip(reason, "add one with backend.with_pattern(...), or leave it in float")
+            skip = Skip(
+                reason,
+                "add one with backend.with_pattern(...), or with_affine_rule(...) if it only moves "
+                "values, or leave it in float",
+            )
         return OperatorMatch(var, (var,), op, None, None, None, skip, nodes, support, rule)
 
     def find_matches(self, pattern: QuantOp) -> list[Match]:

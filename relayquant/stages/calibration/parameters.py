@@ -77,8 +77,8 @@ class CalibrationContext:
     def run(
         self, inputs: Mapping[str, np.ndarray], more: Mapping[str, QParams] | None = None
     ) -> dict[str, np.ndarray]:
-        """Return every value of the graph, by name, for one batch of the model's inputs, computed
-        in numpy.
+        """Return all values of the graph and its inputs, by name, for one batch of the inputs,
+        computed in numpy.
 
         Values are quantized by the parameters chosen so far. Values without parameters stay in
         float. Inputs and weights in the result are read-only.
@@ -104,7 +104,8 @@ class CalibrationContext:
         arguments = self.graph.arguments(parameters, self.constants)
         # The result has inputs and weights in it, which belong to the caller and to the model.
         given = {name: lock_arrays(array) for name, array in {**inputs, **arguments}.items()}
-        return reference.run_values(self.graph.mod, given)
+        values = reference.run_values(self.graph.mod, given)
+        return {name: given[name] for name in inputs} | values
 
 
 #: A calibration callback that chooses the parameters of one value. If it takes a third argument, or
