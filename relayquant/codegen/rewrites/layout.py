@@ -21,9 +21,12 @@ from relayquant.codegen.lowering.floating import (
 )
 from relayquant.codegen.rewrites.known_values import fold_known_values
 from relayquant.codegen.rewrites.layout_exceptions import (
+    CHANNELS_FIRST,
     RESIZE_LAYOUTS,
     convert_with_exceptions,
+    put_channels_first,
     resize_in,
+    rewrite_bindings,
 )
 from relayquant.codegen.rewrites.moved_quantization import MOVED_QUANTIZATION
 from relayquant.codegen.rewrites.sunk_transposes import sink_transposes
@@ -57,8 +60,10 @@ def convert_layout(mod: IRModule) -> IRModule:
     Constants are folded here, before there is any kernel.
     """
     functions = [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
-    bindings = [binding for func in functions for binding in list_bindings(func)]
-    has_conv = any(op_name(binding.value) in KERNEL_LAYOUTS for binding in bindings)
+    names = {op_name(binding.value) for func in functions for binding in list_bindings(func)}
+    if not names.isdisjoint(CHANNELS_FIRST):
+        mod = rewrite_bindings(mod, put_channels_first)
+    has_conv = not names.isdisjoint(KERNEL_LAYOUTS)
     if has_conv:
         mod = convert_with_exceptions(mod, KERNEL_LAYOUTS)
     mod = relax.transform.Normalize()(mod)

@@ -15,6 +15,7 @@ from tvm.ir import Call, IRModule, Op, Type
 from relayquant.codegen.lowering.floating import read_conv2d_transpose
 from relayquant.codegen.rewrites.transposed_blocks import makes_blocks
 from relayquant.ir.rewrite.casts import CALL_PACKED, hide_cast, show_cast
+from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.expressions import is_float32, op_name, read_number
 from relayquant.ir.rewrite.function import map_functions
 from relayquant.ir.rewrite.graph import constant_value
@@ -41,6 +42,13 @@ TWO_OPERANDS = frozenset(
     f"relax.{name}"
     for name in ("add", "subtract", "multiply", "divide", "power", "maximum", "minimum")
 )
+#: Convolutions that TVM legalizes in few layouts -> one of them, of data and weights.
+CHANNELS_FIRST = {
+    "relax.nn.conv3d": ("NCDHW", "OIDHW"),
+    "relax.nn.conv1d_transpose": ("NCW", "IOW"),
+    "relax.nn.conv2d_transpose": ("NCHW", "IOHW"),
+    "relax.nn.conv3d_transpose": ("NCDHW", "IODHW"),
+}
 #: layouts for which resize2d has a legalization
 RESIZE_LAYOUTS = ("NCHW", "NHWC")
 
@@ -99,6 +107,38 @@ def keeps_layout(call: relax.Expr) -> bool:
         return True
     types = [arg.ty for arg in call.args] if name.startswith("relax.") else []
     return bool(types) and all(isinstance(ty, relax.TensorType) and ty.ndim == 0 for ty in types)
+
+
+def put_channels_first(binding: relax.Binding) -> Sequence[relax.Binding]:
+    """conv2d_transpose(x, w), NHWC -> permute_dims(conv2d_transpose(permute_dims(x),
+    permute_dims(w))), NCHW, where the call has to keep a layout that TVM does not legalize.
+    """
+    call, name = binding.value, binding.var.name
+    if op_name(call) not in CHANNELS_FIRST or not keeps_layout(call):
+        return [binding]
+    layouts, view = CHANNELS_FIRST[op_name(call)], ConvView.of(call)
+    is_served = op_name(call) == "relax.nn.conv3d" and view.out_layout == view.layout
+    if is_served or (view.layout, view.kernel_layout, view.out_layout) == (*layouts, layouts[0]):
+        return [binding]
+    operands = [
+        bind_inner(f"{name}_first", relax.op.permute_dims(arg, list(map(old.index, new))))
+        for arg, old, new in zip(call.args, (view.layout, view.kernel_layout), layouts, strict=True)
+    ]
+    own = {"output_padding": view.output_padding} if "transpose" in op_name(call) else {}
+    convolved = getattr(relax.op.nn, op_name(call).removeprefix("relax.nn."))(
+        *(each.var for each in operands),
+        strides=view.strides,
+        padding=view.padding,
+        dilation=view.dilation,
+        groups=view.groups,
+        data_layout=layouts[0],
+        kernel_layout=layouts[1],
+        out_dtype=call.attrs.out_dtype,
+        **own,
+    )
+    inner = bind_inner(f"{name}_result", convolved)
+    back = relax.op.permute_dims(inner.var, list(map(layouts[0].index, view.out_layout)))
+    return [*operands, inner, rebind(binding, back)]
 
 
 def pin_output(binding: relax.Binding) -> Sequence[relax.Binding]:

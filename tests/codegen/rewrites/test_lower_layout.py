@@ -258,3 +258,73 @@ def test_convert_layout__sizes_of_the_run_time(body, rows):
     found = Executor(rq.compile(mod)).run("main", [*x.values()])
     for got, want in zip(found, rq.reference.run(mod, x), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+#: Operator -> the layouts of data and weights in which TVM compiles it.
+FIRST = {
+    "conv3d": ("NCDHW", "OIDHW"),
+    "conv1d_transpose": ("NCW", "IOW"),
+    "conv2d_transpose": ("NCHW", "IOHW"),
+    "conv3d_transpose": ("NCDHW", "IODHW"),
+}
+SIZES = {"N": 1, "D": 4, "H": 5, "W": 6}
+KERNEL = {"D": 2, "H": 2, "W": 3}
+
+
+def convolve(name, channels, dtype, layouts, operands):
+    """main(x[, w]) with one convolution; without `w` among the operands its weights are constant.
+
+    Args:
+        layouts: Of data, weights and result.
+    """
+    inputs, outputs = channels
+    data, kernel, result = layouts
+    sizes = {**SIZES, "C": inputs}, {**KERNEL, "I": inputs, "O": outputs}
+    params = [
+        relax.Var(each, relax.TensorType([size[c] for c in layout], dtype))
+        for each, size, layout in zip("xw", sizes, layouts, strict=False)
+    ]
+    params = params[: 2 - len(operands)]
+    builder = relax.BlockBuilder()
+    with builder.function("main", params):
+        weight = relax.const(operands[0], dtype) if operands else params[1]
+        layout = {"data_layout": data, "kernel_layout": kernel, "out_layout": result}
+        with builder.dataflow():
+            value = getattr(op.nn, name)(params[0], weight, strides=2, padding=1, **layout)
+            out = builder.emit_output(builder.normalize(value))
+        builder.emit_func_output(out)
+    return builder.finalize()
+
+
+@pytest.mark.parametrize("channels", [(3, 1), (4, 16)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("is_constant", [True, False])
+@pytest.mark.parametrize("name", FIRST)
+def test_compile__convolutions_in_any_layout(name, is_constant, dtype, channels):
+    """Equal to TVM's own code of the layout that it compiles."""
+    rng = np.random.default_rng(0)
+    first = (*FIRST[name], FIRST[name][0])
+    inputs, outputs = channels
+    sizes = {**SIZES, "C": inputs}, {**KERNEL, "I": inputs, "O": outputs}
+    x, weight = (
+        rng.standard_normal([size[c] for c in layout]).astype(dtype)
+        for size, layout in zip(sizes, first[:2], strict=True)
+    )
+    known = tvm.compile(convolve(name, channels, dtype, first, []), "llvm")
+    args = [tvm.runtime.tensor(each) for each in (x, weight)]
+    expected = relax.VirtualMachine(known, tvm.cpu())["main"](*args).numpy()
+    last = first[0][0] + first[0][2:] + "C"
+    weights_last = first[1][2:] + first[1][:2]
+    for layouts in [
+        (last, weights_last, last),
+        (first[0], first[1], last),
+        (last, first[1], first[0]),
+    ]:
+        data, kernel = (
+            np.ascontiguousarray(each.transpose([old.index(c) for c in new]))
+            for each, old, new in zip((x, weight), first, layouts, strict=False)
+        )
+        mod = convolve(name, channels, dtype, layouts, [kernel] if is_constant else [])
+        (got,) = Executor(rq.compile(mod)).run("main", [data] if is_constant else [data, kernel])
+        back = got.transpose([layouts[2].index(c) for c in first[2]])
+        np.testing.assert_allclose(back, expected, rtol=1e-4, atol=1e-4)
