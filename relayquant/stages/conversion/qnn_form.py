@@ -16,7 +16,7 @@ from relayquant.base.qtypes import QParams, Role
 from relayquant.config import Accumulator, BackendConfig
 from relayquant.errors import ConfigError, QnnError
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
-from relayquant.ir.ledger import Ledger, find_ledger, ledger_attrs
+from relayquant.ir.ledger import Ledger, LedgerRow, find_ledger, ledger_attrs
 from relayquant.ir.ops import Operand, Output, Quantized, QuantOp, RealizeContext
 from relayquant.ir.ops.base import DynamicContext, RunTimeQuantized
 from relayquant.ir.ops.callbacks import (
@@ -29,7 +29,7 @@ from relayquant.ir.ops.callbacks import (
 )
 from relayquant.ir.ops.find import find_pattern, find_register, order_rows
 from relayquant.ir.rewrite import Emitter, Graph, Match, Skip, rewrite_main
-from relayquant.ir.rewrite.graph import constant_value
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 from relayquant.stages.conversion.bias import find_bias_conflict
 
 #: operators that bring an accumulator into range
@@ -154,14 +154,28 @@ def find_planned(
         if pattern.realize is None:
             continue
         match = run_match(pattern, graph, var)
-        if match is None:
+        if match is None and is_float_still(graph, row):
             raise ConfigError(
                 f"{describe_place(pattern, row.name, 'pattern.match')}: it matched the float "
                 "operators, but does not match them with dequantized operands, so they would stay "
                 "in float. Write wildcard() for each operand.",
                 code="RQ106",
             )
-        yield var, (pattern, match)
+        if match is not None:
+            yield var, (pattern, match)
+
+
+def is_float_still(graph: Graph, row: LedgerRow) -> bool:
+    """Whether the operators of a row are float ones. Those of a standalone module are on integers
+    before the module around them.
+    """
+    found = [graph.vars.get(name) for name in row.values]
+    return all(
+        var is not None
+        and tensor_dtype(var) == "float32"
+        and not graph.op_name(var).startswith("relax.qnn.")
+        for var in found
+    )
 
 
 def find_dequantized(
