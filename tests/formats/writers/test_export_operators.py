@@ -15,6 +15,7 @@ from tvm import relax, tirx
 
 import relayquant as rq
 from relayquant.errors import ModelError
+from relayquant.ir.dialect import qnn
 from relayquant.stages.preparation import prepare_module
 
 runtime = pytest.importorskip("onnxruntime")
@@ -381,6 +382,27 @@ def test_operator__refused_by_name(make, message, tmp_path):
     mod = build_model(lambda emit, x: emit("y", make(x)), MAPS)
     with pytest.raises(ModelError, match=message):
         rq.export_onnx(mod, tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0])
+def test_sums_of_products__that_are_cast_are_right_or_refused(scale, tmp_path):
+    """The file has their real values: with scales of 1 these are the sums."""
+    one, zero = relax.const(np.float32(scale)), relax.const(np.int32(0))
+    weight = relax.const(RNG.integers(-9, 9, (4, 8)).astype("int8"))
+
+    def body(emit, x):
+        data = emit("q", qnn.quantize(x, one, zero, out_dtype="int8"))
+        total = emit("acc", qnn.dense(data, weight, zero, zero, one, one, out_dtype="int32"))
+        return emit("y", op.astype(total, "float32"))
+
+    mod = build_model(body, (2, 8))
+    if scale != 1:
+        with pytest.raises(ModelError, match=r"'y' casts sums of products.*dequantize\(\)"):
+            rq.export_onnx(mod, tmp_path / "m.onnx")
+        return
+    path = rq.export_onnx(mod, tmp_path / "m.onnx")
+    x = (RNG.normal(size=(2, 8)) * 4).astype("float32")
+    np.testing.assert_array_equal(run_onnxruntime(path, {"x": x}), rq.reference.run(mod, [x]))
 
 
 @pytest.mark.parametrize("name", CASES)
