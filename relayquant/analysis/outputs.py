@@ -119,10 +119,8 @@ class GapMeter:
     def __init__(self, float_mod: tvm.IRModule, quantized: tvm.IRModule) -> None:
         self.float_mod, self.quantized = float_mod, quantized
         self.interface = Interface.of(quantized)
-        self.second, self.sums = (
-            EagerModule(quantized),
-            GapSums(find_least_energies(float_mod)),
-        )
+        self.second = EagerModule(quantized)
+        self.sums = GapSums(find_least_energies(float_mod))
 
     @cached_property
     def first(self) -> EagerModule:

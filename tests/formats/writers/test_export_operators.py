@@ -384,20 +384,48 @@ def test_operator__refused_by_name(make, message, tmp_path):
         rq.export_onnx(mod, tmp_path / "m.onnx")
 
 
+def use_sums(compute):
+    """The real values of integers that are computed from sums."""
+
+    def read(emit, sums, scale):
+        return emit("y", qnn.dequantize(emit("used", compute(sums)), scale, ZERO))
+
+    return read
+
+
+ZERO, THREE = relax.const(np.int32(0)), relax.const(np.int32(3))
+#: What reads sums of products -> whether the file can have it: with a scale, and with none (of 1).
+OF_SUMS = {
+    "astype": (lambda emit, sums, scale: emit("y", op.astype(sums, "float32")), False, True),
+    "multiply by itself": (use_sums(lambda sums: op.multiply(sums, sums)), False, True),
+    "multiply by a number": (use_sums(lambda sums: op.multiply(sums, THREE)), False, True),
+    "maximum with a number": (use_sums(lambda sums: op.maximum(sums, THREE)), False, True),
+    "right_shift": (use_sums(lambda sums: op.right_shift(sums, THREE)), False, False),
+    "floor_divide": (use_sums(lambda sums: op.floor_divide(sums, THREE)), False, False),
+    "prod": (use_sums(lambda sums: op.prod(sums, [1], keepdims=True)), False, False),
+    "add to itself": (use_sums(lambda sums: op.add(sums, sums)), True, True),
+    "sum": (use_sums(lambda sums: op.sum(sums, [1], keepdims=True)), True, True),
+    "clip": (use_sums(lambda sums: op.clip(sums, 0, 40)), True, True),
+    "flip": (use_sums(lambda sums: op.flip(sums, 1)), True, True),
+}
+
+
 @pytest.mark.parametrize("scale", [0.5, 1.0])
-def test_sums_of_products__that_are_cast_are_right_or_refused(scale, tmp_path):
+@pytest.mark.parametrize("name", OF_SUMS)
+def test_sums_of_products__what_reads_them_is_right_or_refused(name, scale, tmp_path):
     """The file has their real values: with scales of 1 these are the sums."""
-    one, zero = relax.const(np.float32(scale)), relax.const(np.int32(0))
+    read, *is_served = OF_SUMS[name]
     weight = relax.const(RNG.integers(-9, 9, (4, 8)).astype("int8"))
 
     def body(emit, x):
-        data = emit("q", qnn.quantize(x, one, zero, out_dtype="int8"))
-        total = emit("acc", qnn.dense(data, weight, zero, zero, one, one, out_dtype="int32"))
-        return emit("y", op.astype(total, "float32"))
+        one = relax.const(np.float32(scale))
+        data = emit("q", qnn.quantize(x, one, ZERO, out_dtype="int8"))
+        sums = emit("sums", qnn.dense(data, weight, ZERO, ZERO, one, one, out_dtype="int32"))
+        return read(emit, sums, relax.const(np.float32(scale**2)))
 
     mod = build_model(body, (2, 8))
-    if scale != 1:
-        with pytest.raises(ModelError, match=r"'y' casts sums of products.*dequantize\(\)"):
+    if not is_served[scale == 1]:
+        with pytest.raises(ModelError, match=r"reads the sums of products 'sums'.*dequantize\(\)"):
             rq.export_onnx(mod, tmp_path / "m.onnx")
         return
     path = rq.export_onnx(mod, tmp_path / "m.onnx")

@@ -17,6 +17,7 @@ from relayquant.base.arguments import check_arguments
 from relayquant.base.storage.files import write_whole
 from relayquant.config import GroupedForm, RecurrentForm
 from relayquant.errors import ModelError, format_count
+from relayquant.formats.writers.onnx.accumulators import check_accumulators
 from relayquant.formats.writers.onnx.builder import OnnxBuilder
 from relayquant.formats.writers.onnx.data_movement import (
     DATA_MOVEMENT_ATTRIBUTES,
@@ -160,6 +161,7 @@ def build_model(
             array = builder.tensor(value, var.name)
             store(builder, var, builder.emit("Identity", [array], var.name))
             continue
+        check_accumulators(builder, var, value)
         name = find_writer(builder, value)(builder, var, value)
         is_stored = var in builder.real or isinstance(var.ty, relax.TupleType)
         if not is_stored and not builder.merged & set(graph.users[var]):
