@@ -48,9 +48,10 @@ def list_permutation(call: Call) -> list[int]:
     """Return the operand's axes in the order of the result of permute_dims. Without axes the
     permutation reverses them.
     """
-    rank = call.args[0].ty.ndim
     axes = call.attrs.axes
-    return [*range(rank)][::-1] if axes is None else [int(a) % rank for a in axes]
+    if axes is None:
+        return [*range(call.args[0].ty.ndim)][::-1]
+    return [int(axis) % len(axes) for axis in axes]
 
 
 def axis_in_sources(graph: Graph, sources: Collection[str], name: str, axis: int) -> int | None:
