@@ -166,9 +166,12 @@ def find_planned(
 
 
 def is_float_still(graph: Graph, row: LedgerRow) -> bool:
-    """Whether the operators of a row are float ones. Those of a standalone module are on integers
-    before the module around them.
+    """Whether the operators of a row are float ones that should read dequantized operands. Those of
+    a standalone module are on integers before the module around them. Data with parameters of the
+    run time may already be rounded by float operators.
     """
+    if row.is_dynamic:
+        return False
     found = [graph.vars.get(name) for name in row.values]
     return all(
         var is not None
