@@ -14,13 +14,7 @@ import numpy as np
 import tvm
 
 from relayquant.analysis.error_statistics import ErrorSums
-from relayquant.analysis.outputs import (
-    GapSums,
-    Interface,
-    OutputGap,
-    PartMeter,
-    find_agreement,
-)
+from relayquant.analysis.outputs import GapSums, Interface, OutputGap, PartMeter, find_agreement
 from relayquant.analysis.quiet_outputs import find_least_energies
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.base.runtime import LoadModule

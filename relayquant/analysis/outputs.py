@@ -181,7 +181,8 @@ class GapSums:
             energies = measure_energies(x, y, samples)
             missing = find_missing(energies[0], self.least[i])
             self.sums[i] = replace(self.sums[i], signal=self.sums[i].signal + missing.sum())
-            self.energies[i].append(energies + np.stack([missing, np.zeros_like(missing)]))
+            energies[0] += missing
+            self.energies[i].append(energies)
 
     @property
     def gaps(self) -> list[OutputGap]:

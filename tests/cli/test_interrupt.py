@@ -49,17 +49,22 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def interrupt(folder: Path, words: list[str], task: str, events: int) -> str:
-    """What a command says on standard error that gets a signal after so many events."""
-    (folder / "slow.py").write_text(SLOW.format(task=task))
-    process = subprocess.Popen(
-        [sys.executable, "slow.py", *words],
-        cwd=folder,
+def start_python(*words: str, cwd: Path | None = None) -> subprocess.Popen[str]:
+    """Start Python with these words, what it prints to be read."""
+    return subprocess.Popen(
+        [sys.executable, *words],
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
+
+
+def interrupt(folder: Path, words: list[str], task: str, events: int) -> str:
+    """What a command says on standard error that gets a signal after so many events."""
+    (folder / "slow.py").write_text(SLOW.format(task=task))
+    process = start_python("slow.py", *words, cwd=folder)
     assert process.stdout is not None
     for _ in range(events):
         assert process.stdout.readline(), "it ended before"
@@ -213,13 +218,7 @@ def test_interrupt__at_any_time_and_twice(script, words, ends_with, said) -> Non
     """While modules are imported, the process ends at once, also for machines. What is done and
     told stays done. A second Ctrl-C does not disturb what the first one began.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    process = start_python("-c", script, *words)
     assert process.stdout is not None
     assert process.stderr is not None
     printed = ""
@@ -250,13 +249,7 @@ def test_workers__end_at_once() -> None:
 @pytest.mark.slow
 def test_output__that_nobody_reads_any_more() -> None:
     """As `relayquant inspect x86 | head -1` leaves it: no traceback, the exit code of shells."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "relayquant", "inspect", "x86"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    process = start_python("-m", "relayquant", "inspect", "x86")
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.ir.rewrite.graph import Graph, static_size, tensor_shape
+from relayquant.ir.rewrite.graph import Graph, call_name, static_size, tensor_shape
 
 #: same elements in the same order, other shape
 RESHAPES = (
@@ -42,6 +42,16 @@ def measure_volume(sizes: Sequence[int | str]) -> tuple[int, list[str]]:
     """
     known = [size for size in sizes if isinstance(size, int)]
     return math.prod(known), sorted(size for size in sizes if isinstance(size, str))
+
+
+def find_moved(graph: Graph, expr: relax.Expr) -> Call | None:
+    """Return the call whose result `expr` is, with its elements perhaps moved; None if `expr` is no
+    result of a call.
+    """
+    call = graph.call_of(expr)
+    while call is not None and call_name(call) in MOVES:
+        call = graph.call_of(call.args[0])
+    return call
 
 
 def list_permutation(call: Call) -> list[int]:

@@ -36,8 +36,8 @@ from relayquant.base.runtime import LoadModule, as_shape, map_on_threads
 from relayquant.data import count_samples
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.rewrite import Graph
-from relayquant.ir.rewrite.graph import free_vars, static_size, tensor_shape
-from relayquant.ir.rewrite.moves import MOVES
+from relayquant.ir.rewrite.graph import call_name, free_vars, static_size, tensor_shape
+from relayquant.ir.rewrite.moves import find_moved
 from relayquant.stages.calibration.subgraphs import split_graph
 from relayquant.stages.calibration.weights.ranges import RelativeMSE, RowState
 from relayquant.stages.prepared import CalibrationGraph
@@ -122,13 +122,8 @@ def find_sections(
 
 def find_probabilities(view: Graph, results: Iterable[relax.Expr]) -> list[bool]:
     """Return for each of the `results` whether a softmax computes it."""
-
-    def is_softmax(expr: relax.Expr) -> bool:
-        while view.op_name(expr) in MOVES:
-            expr = view.values[expr].args[0]  # pyright: ignore[reportArgumentType]
-        return view.op_name(expr) == "relax.nn.softmax"
-
-    return [is_softmax(result) for result in results]
+    calls = [find_moved(view, result) for result in results]
+    return [call is not None and call_name(call) == "relax.nn.softmax" for call in calls]
 
 
 def take_logarithms(
