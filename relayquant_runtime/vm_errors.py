@@ -1,5 +1,5 @@
-"""Arguments that TVM's virtual machine refuses: its messages, and what it cannot tell. Both
-packages answer with errors of their own.
+"""Arguments that TVM's virtual machine cannot take: reads its messages, and refuses complex
+numbers, for which it has none. relayquant and relayquant_runtime make their errors of it.
 """
 
 from __future__ import annotations

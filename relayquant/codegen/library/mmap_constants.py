@@ -51,11 +51,7 @@ from relayquant.codegen.kernels.isa.target import (
 )
 from relayquant.codegen.library.description import describe_module, write_description
 from relayquant.codegen.library.expanded_weights import expand_weights, read_expansion
-from relayquant.codegen.library.linking import (
-    choose_linker,
-    write_library,
-    write_object,
-)
+from relayquant.codegen.library.linking import choose_linker, write_library, write_object
 from relayquant.codegen.library.llvm_text import escape, quote
 from relayquant.errors import ConfigError
 from relayquant.ir.rewrite.function import map_functions

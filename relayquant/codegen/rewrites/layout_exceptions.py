@@ -121,10 +121,10 @@ def put_channels_first(binding: relax.Binding) -> Sequence[relax.Binding]:
     if is_served or (view.layout, view.kernel_layout, view.out_layout) == (*layouts, layouts[0]):
         return [binding]
     operands = [
-        bind_inner(f"{name}_first", relax.op.permute_dims(arg, list(map(old.index, new))))
+        bind_inner(f"{name}_{new.lower()}", relax.op.permute_dims(arg, list(map(old.index, new))))
         for arg, old, new in zip(call.args, (view.layout, view.kernel_layout), layouts, strict=True)
     ]
-    own = {"output_padding": view.output_padding} if "transpose" in op_name(call) else {}
+    more = {"output_padding": view.output_padding} if "transpose" in op_name(call) else {}
     convolved = getattr(relax.op.nn, op_name(call).removeprefix("relax.nn."))(
         *(each.var for each in operands),
         strides=view.strides,
@@ -134,7 +134,7 @@ def put_channels_first(binding: relax.Binding) -> Sequence[relax.Binding]:
         data_layout=layouts[0],
         kernel_layout=layouts[1],
         out_dtype=call.attrs.out_dtype,
-        **own,
+        **more,
     )
     inner = bind_inner(f"{name}_result", convolved)
     back = relax.op.permute_dims(inner.var, list(map(layouts[0].index, view.out_layout)))

@@ -166,9 +166,10 @@ def find_planned(
 
 
 def is_float_still(graph: Graph, row: LedgerRow) -> bool:
-    """Whether the operators of a row are float ones that should read dequantized operands. Those of
-    a standalone module are on integers before the module around them. Data with parameters of the
-    run time may already be rounded by float operators.
+    """Whether the pattern of a row should have matched: its operators still compute in float.
+
+    False for operators of a standalone module, which become integers before the module around them,
+    and for data with parameters of the run time, which float operators may round before the match.
     """
     if row.is_dynamic:
         return False

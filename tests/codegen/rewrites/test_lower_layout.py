@@ -290,7 +290,12 @@ def convolve(name, channels, dtype, layouts, operands):
         weight = relax.const(operands[0], dtype) if operands else params[1]
         layout = {"data_layout": data, "kernel_layout": kernel, "out_layout": result}
         with builder.dataflow():
-            value = getattr(op.nn, name)(params[0], weight, strides=2, padding=1, **layout)
+            rank = len(data) - 2
+            padding = [1, 0, 1, 0, 0, 1][: 2 * rank]  # before each axis, then behind each
+            more = {"output_padding": 1} if "transpose" in name else {}
+            value = getattr(op.nn, name)(
+                params[0], weight, strides=2, padding=padding, **more, **layout
+            )
             out = builder.emit_output(builder.normalize(value))
         builder.emit_func_output(out)
     return builder.finalize()
