@@ -38,7 +38,7 @@ from relayquant.ir.agreement import Agreement
 from relayquant.ir.plan import OperatorPlan
 from relayquant.stages.annotation.match import find_sites
 from relayquant.stages.calibration.checkpoint import digest_batch, digest_text
-from relayquant.stages.effort import apply_effort
+from relayquant.stages.effort import default_mapping
 from relayquant.stages.prepared import PreparedModel
 
 T = TypeVar("T")
@@ -108,9 +108,7 @@ class SensitivityReport:
                 code="RQ101",
             )
         if base is None:
-            qconfig = self.prepared.backend.default_qconfig
-            effort = Effort(self.prepared.effort)
-            base = QConfigMapping().set_global(apply_effort(qconfig, effort) if qconfig else None)
+            base = default_mapping(self.prepared.backend, Effort(self.prepared.effort))
         names = [row.name for row in self.rows[:keep]]
         return add_lines(self.prepared, dict.fromkeys(names), base)
 

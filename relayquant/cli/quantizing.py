@@ -96,14 +96,17 @@ def read_search(options: argparse.Namespace) -> dict[str, Any]:
 
 def make_int4(backend: BackendConfig) -> rq.QConfigMapping:
     """Return the backend's default configuration with weights of -8 to 7."""
-    default = backend.default_qconfig
-    if default is None:
+    default = backend.default_mapping
+    if not default.rules:
         raise ConfigError(
             f"--weights int4: backend {backend.name!r} has no default to change.", code="RQ102"
         )
-    spec = replace(default.weight.spec, quant_min=-8, quant_max=7)
-    narrow = replace(default, weight=rq.TensorConfig(spec, rq.observers.MSE()))
-    return rq.QConfigMapping().set_global(narrow)
+
+    def narrow(qconfig: rq.QConfig) -> rq.QConfig:
+        spec = replace(qconfig.weight.spec, quant_min=-8, quant_max=7)
+        return replace(qconfig, weight=rq.TensorConfig(spec, rq.observers.MSE()))
+
+    return default.change_qconfigs(narrow)
 
 
 def read_dtypes(given: list[str], option: str) -> dict[str | int, str] | None:

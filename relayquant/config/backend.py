@@ -22,7 +22,7 @@ from relayquant.base.plain_data import (
 )
 from relayquant.base.qtypes import QSpec, Role, Scheme
 from relayquant.config.dtypes import DTypeConfig
-from relayquant.config.mapping import is_type
+from relayquant.config.mapping import MappingRule, QConfigMapping, Selector, is_type
 from relayquant.config.qconfig import QConfig
 from relayquant.errors import ConfigError, format_count, suggest_name
 
@@ -96,6 +96,8 @@ class PatternConfig:
         fixed: For OUTPUT_USE_FIXED_QPARAMS, the parameters by dtype and scheme.
         match_first: Whether it takes its operators, anywhere in the graph, before rows without
             this take any; so `BackendConfig.with_pattern` adds a row.
+        default_qconfig: QConfig of its operators if the user gives no QConfigMapping. None takes
+            the backend's.
     """
 
     pattern: QuantPattern
@@ -103,6 +105,7 @@ class PatternConfig:
     observation: ObservationType | None = None
     fixed: tuple[FixedOutput, ...] = ()
     match_first: bool = False
+    default_qconfig: QConfig | None = None
 
     def find_fixed(self, spec: QSpec) -> Any:
         """Return the observer of fixed parameters for a result with this spec, or None."""
@@ -186,7 +189,8 @@ class BackendConfig:
         affine_rules: Rules of the allow-list (`relayquant.extend.AffineRule`), tried before the
             built-in ones.
         fusers: Rewrites of the float model (`relayquant.extend.Rule`) before it is planned.
-        default_qconfig: QConfig of all operators if the user gives no QConfigMapping.
+        default_qconfig: QConfig of all operators if the user gives no QConfigMapping. None keeps
+            operators in float whose row has no own QConfig.
         float_dtypes: Narrow float dtypes that the backend supports for all operators
             (`FloatConfig`).
         reduce_range: Whether activations use one bit less than their dtype has, unless a QSpec says
@@ -207,6 +211,8 @@ class BackendConfig:
         return f"BackendConfig({self.name!r}: {rows})"
 
     def __post_init__(self) -> None:
+        for row in self.patterns:
+            self._check_row(row)
         if self.default_qconfig is None or not self.patterns:
             return
         qconfig = self.adapt_qconfig(self.default_qconfig)
@@ -219,6 +225,51 @@ class BackendConfig:
                 f"{conflicts[0]}. Change default_qconfig, or the DTypeConfigs of the patterns.",
                 code="RQ102",
             )
+
+    def _check_row(self, row: PatternConfig) -> None:
+        """Raise ConfigError if a row cannot run its own QConfig."""
+        if row.default_qconfig is None:
+            return
+        qconfig = self.adapt_qconfig(row.default_qconfig)
+        conflict = row.find_conflict(qconfig, has_weight=False, has_bias=False)
+        if conflict is not None:
+            raise ConfigError(
+                f"BackendConfig {self.name!r}: row {row.pattern.name!r} cannot run its "
+                f"default_qconfig: {conflict}. Change the row's default_qconfig or dtypes.",
+                code="RQ102",
+            )
+
+    def find_default(self, pattern: str) -> QConfig | None:
+        """Return the QConfig of a pattern's operators if the user gives no QConfigMapping."""
+        rows = (row.default_qconfig for row in self.patterns if row.pattern.name == pattern)
+        return next(rows, None) or self.default_qconfig
+
+    @property
+    def activation_dtype(self) -> str:
+        """The dtype of computed values: by `default_qconfig`, by the first row that has an own
+        QConfig, or the first dtype of a row.
+        """
+        qconfigs = (self.default_qconfig, *(row.default_qconfig for row in self.patterns))
+        by_default = (each.activation.spec.dtype for each in qconfigs if each and each.activation)
+        dtypes = (each for row in self.patterns for each in row.dtypes if not each.is_grouped)
+        listed = (each.constraints("input").dtype for each in dtypes)
+        return next(by_default, None) or next(listed, "int8")
+
+    @property
+    def default_mapping(self) -> QConfigMapping:
+        """The QConfigMapping of a user who gives none: the QConfig of each row, and
+        `default_qconfig` for all other rows. It has no line if there are none.
+
+        Its lines are those of `set_global`: each line that a user adds wins over them.
+        """
+        rows = ((row.pattern.name, row.default_qconfig) for row in self.patterns)
+        own = tuple((name, qconfig) for name, qconfig in rows if qconfig is not None)
+        if self.default_qconfig is None and not own:
+            return QConfigMapping()
+        nothing = f"backend {self.name!r}, whose row has no QConfig"
+        origin = "" if self.default_qconfig else nothing
+        line = MappingRule(Selector.GLOBAL, "", self.default_qconfig, origin=origin, rows=own)
+        return QConfigMapping((line,))
 
     @check_arguments
     def with_pattern(
@@ -252,6 +303,46 @@ class BackendConfig:
         row = PatternConfig(pattern, tuple(dtypes), observation, tuple(fixed), not is_own)
         others = (other for other in self.patterns if other.pattern.name != pattern.name)
         return replace(self, patterns=(row, *others))
+
+    @check_arguments
+    def with_settings(
+        self,
+        operator: str,
+        *,
+        dtypes: Iterable[DTypeConfig] | None = None,
+        default_qconfig: QConfig | None = None,
+    ) -> BackendConfig:
+        """Return a backend with other settings of the rows of an operator. Their order stays.
+
+        Args:
+            operator: A pattern by name, or an operator such as "nn.conv2d" for all of its rows.
+            dtypes, default_qconfig: See `PatternConfig`. None leaves the setting as it is.
+
+        Raises:
+            ConfigError: The backend has no such row, or a row cannot run `default_qconfig`.
+        """
+        settings: dict[str, Any] = {"default_qconfig": default_qconfig}
+        settings["dtypes"] = None if dtypes is None else tuple(dtypes)
+        given = {name: value for name, value in settings.items() if value is not None}
+        chosen = self._find_rows(operator)
+        rows = (replace(row, **given) if row in chosen else row for row in self.patterns)
+        return replace(self, patterns=tuple(rows))
+
+    def _find_rows(self, operator: str) -> tuple[PatternConfig, ...]:
+        """Return the rows of a pattern by name, or of an operator.
+
+        Raises:
+            ConfigError: The backend has no such row.
+        """
+        rows = [row for row in self.patterns if is_type(row.pattern.op, row.pattern.name, operator)]
+        if not rows:
+            known = [n for row in self.patterns for n in (row.pattern.name, row.pattern.op)]
+            raise ConfigError(
+                f"Backend {self.name!r} cannot run {operator!r}: it stays in float. "
+                f"{suggest_name(operator, known)}",
+                code="RQ101",
+            )
+        return tuple(rows)
 
     @check_arguments
     def without_pattern(self, name: str) -> BackendConfig:
@@ -329,15 +420,7 @@ class BackendConfig:
         """
         rows = self.patterns
         if pattern is not None:
-            name = pattern if isinstance(pattern, str) else pattern.name
-            rows = tuple(r for r in rows if is_type(r.pattern.op, r.pattern.name, name))
-            if not rows:
-                known = [n for r in self.patterns for n in (r.pattern.name, r.pattern.op)]
-                raise ConfigError(
-                    f"Backend {self.name!r} cannot run {name!r}: it stays in float. "
-                    f"{suggest_name(name, known)}",
-                    code="RQ101",
-                )
+            rows = self._find_rows(pattern if isinstance(pattern, str) else pattern.name)
         head = f"backend {self.name}"
         if self.reduce_range:
             head += ", activations use one bit less"
@@ -349,6 +432,10 @@ class BackendConfig:
             lines += [f"  {dtypes.description}" for dtypes in row.dtypes]
             if row.observation is not None:
                 lines.append(f"  {row.observation.value}")
+            if row.default_qconfig is not None:
+                data, weight = row.default_qconfig.activation, row.default_qconfig.weight
+                dtype = data.spec.dtype if data else "float32"
+                lines.append(f"  by default {dtype} x {weight.spec.dtype}")
             for fixed in row.fixed:
                 lines.append(f"  fixed {fixed.dtype} {fixed.scheme.value}: {fixed.observer}")
         return "\n".join(lines)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from relayquant.base.plain_data import check_keys, check_list
+from relayquant.base.plain_data import check_keys, check_list, check_mapping
 from relayquant.config.onnx_names import find_operators
 from relayquant.config.qconfig import FloatConfig, QConfig, read_qconfig, write_qconfig
 from relayquant.config.relay_names import RELAY_NAMES
@@ -117,6 +117,8 @@ class MappingRule:
         optional: Whether the line may select no operator, as in a mapping for many models.
         origin: Source of a line that the user did not write, such as "skip_conv_layers=[0]". The
             ledger shows it instead of the line.
+        rows: (pattern, QConfig) of backend rows that have their own QConfig, which replaces
+            `qconfig` at their operators. Only `BackendConfig.default_mapping` sets them.
     """
 
     kind: Selector
@@ -127,6 +129,7 @@ class MappingRule:
     optional: bool = False
     origin: str = ""
     modules: tuple[str, ...] = ()
+    rows: tuple[tuple[str, QConfig], ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, Selector):
@@ -215,6 +218,7 @@ class MappingRule:
         if self.kind is Selector.MODULE_NAME_OBJECT_TYPE_ORDER:
             data |= {"object_type": self.object_type, "index": self.index}
         data |= {"modules": list(self.modules)} if self.modules else {}
+        data |= {"rows": {name: row.to_dict() for name, row in self.rows}} if self.rows else {}
         data |= {"optional": True} if self.optional else {}
         return data | ({"origin": self.origin} if self.origin else {})
 
@@ -225,10 +229,15 @@ class MappingRule:
         if kind is Selector.MODULE_NAME_OBJECT_TYPE_ORDER:
             needed += ["object_type", "index"]
         more = ["modules"] if kind is Selector.MODULE_CLASS else []
-        found = dict(check_keys(data, [*needed, *more, "optional", "origin"], where, needed))
+        known = [*needed, *more, "optional", "origin", "rows"]
+        found = dict(check_keys(data, known, where, needed))
         qconfig = read_qconfig(found.pop("qconfig"), f"{where}.qconfig")
         if more:
             found["modules"] = tuple(check_list(found.get("modules", ()), f"{where}.modules"))
+        rows = check_mapping(found.pop("rows", {}), f"{where}.rows")
+        found["rows"] = tuple(
+            (name, QConfig.from_dict(row, f"{where}.rows.{name}")) for name, row in rows.items()
+        )
         return MappingRule(kind, found.pop("key"), qconfig, **found)
 
 
@@ -321,7 +330,7 @@ class QConfigMapping:
 
     def _add(self, rule: MappingRule) -> QConfigMapping:
         def is_replaced(other: MappingRule) -> bool:
-            same = {"qconfig": None, "optional": False, "origin": "", "modules": ()}
+            same = {"qconfig": None, "optional": False, "origin": "", "modules": (), "rows": ()}
             return replace(other, **same) == replace(rule, **same)
 
         if rule.kind is Selector.MODULE_NAME_REGEX and any(map(is_replaced, self.rules)):
@@ -335,13 +344,15 @@ class QConfigMapping:
         return replace(self, rules=tuple(sorted(rules, key=lambda r: order.index(r.kind))))
 
     def find_rule(self, site: OperatorSite) -> MappingRule | None:
-        """Find the line that decides for an operator."""
+        """Find the line that decides for an operator, with the QConfig of the operator's row."""
         for kind in reversed(Selector):
             found = [rule for rule in self.rules if rule.kind is kind and rule.selects(site)]
             if kind is not Selector.MODULE_NAME_REGEX:
                 found.reverse()
             if found:
-                return max(found, key=lambda rule: rule.rank(site))  # the first of equal rank
+                rule = max(found, key=lambda rule: rule.rank(site))  # the first of equal rank
+                own = dict(rule.rows).get(site.pattern)
+                return rule if own is None else replace(rule, qconfig=own, origin="", rows=())
         return None
 
     def find_idle(self, sites: Iterable[OperatorSite]) -> tuple[MappingRule, ...]:
@@ -356,6 +367,22 @@ class QConfigMapping:
             if rule.kind is not Selector.GLOBAL and not rule.optional and rule not in deciding
         )
 
+    def change_qconfigs(self, change: Callable[[QConfig], QConfig]) -> QConfigMapping:
+        """Return the mapping with every QConfig changed; what stays in float stays so."""
+        return replace(
+            self,
+            rules=tuple(
+                replace(
+                    rule,
+                    qconfig=change(rule.qconfig)
+                    if isinstance(rule.qconfig, QConfig)
+                    else rule.qconfig,
+                    rows=tuple((name, change(qconfig)) for name, qconfig in rule.rows),
+                )
+                for rule in self.rules
+            ),
+        )
+
     def without(self, rules: Collection[MappingRule]) -> QConfigMapping:
         """Return the mapping without some lines."""
         return replace(self, rules=tuple(rule for rule in self.rules if rule not in rules))
@@ -365,13 +392,14 @@ class QConfigMapping:
 
         The form is {"global": qconfig, "object_type": [{"key": ..., "qconfig": ...}], ...}.
 
-        A qconfig is a dict, "float" for None, or "float16".
+        A qconfig is a dict, "float" for None, or "float16". A global line with more than a QConfig
+        is {"key": "", "qconfig": ..., ...}.
         """
         data: dict[str, Any] = {}
         for rule in self.rules:
             row = rule.to_dict()
             if rule.kind is Selector.GLOBAL:
-                data[rule.kind.value] = row["qconfig"]
+                data[rule.kind.value] = row["qconfig"] if row.keys() == {"key", "qconfig"} else row
             else:
                 data.setdefault(rule.kind.value, []).append(row)
         return data
@@ -388,8 +416,11 @@ class QConfigMapping:
         for kind in Selector:
             value = found.get(kind.value, ())
             if kind is Selector.GLOBAL:
-                if kind.value in found:
-                    mapping = mapping.set_global(read_qconfig(value, f"{where}.{kind.value}"))
+                path = f"{where}.{kind.value}"
+                if isinstance(value, Mapping) and "qconfig" in value:
+                    mapping = mapping._add(MappingRule.from_dict(kind, value, path))
+                elif kind.value in found:
+                    mapping = mapping.set_global(read_qconfig(value, path))
                 continue
             for i, row in enumerate(check_list(value, f"{where}.{kind.value}")):
                 rule = MappingRule.from_dict(kind, row, f"{where}.{kind.value}[{i}]")

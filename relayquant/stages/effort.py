@@ -218,17 +218,16 @@ def default_mapping(
     It selects every operator or the operators that this type of model has quantized. It has no
     lines if the backend has no default. If the type `is_recognized`, a line says so.
     """
-    mapping = QConfigMapping()
-    if backend.default_qconfig is None:
-        return mapping
-    qconfig = apply_effort(backend.default_qconfig, effort)
-    if model_type not in MODEL_TYPES:
-        return mapping.set_global(qconfig)
-    if is_recognized:
-        mapping = QConfigMapping((MappingRule(Selector.GLOBAL, "", None, origin=RECOGNIZED),))
-    for operator in MODEL_TYPES[model_type].operators:
-        mapping = mapping.set_object_type(operator, qconfig, optional=True)
-    return mapping
+    default = backend.default_mapping.change_qconfigs(lambda each: apply_effort(each, effort))
+    if model_type not in MODEL_TYPES or not default.rules:
+        return default
+    first = [MappingRule(Selector.GLOBAL, "", None, origin=RECOGNIZED)] if is_recognized else []
+    types = [
+        replace(line, kind=Selector.OBJECT_TYPE, key=operator, optional=True)
+        for operator in MODEL_TYPES[model_type].operators
+        for line in default.rules
+    ]
+    return QConfigMapping((*first, *types))
 
 
 def read_recognized(mapping: QConfigMapping) -> ModelType | None:

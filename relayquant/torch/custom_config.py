@@ -209,7 +209,7 @@ class PrepareCustomConfig:
         """Return `input_dtypes` and `output_dtypes` for the pipeline: the dtype of the
         backend's activations.
         """
-        dtype = backend.default_qconfig.activation.spec.dtype
+        dtype = backend.activation_dtype
         return {
             "input_dtypes": dict.fromkeys(self.input_quantized_indexes, dtype),
             "output_dtypes": dict.fromkeys(self.output_quantized_indexes, dtype),

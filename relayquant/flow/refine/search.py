@@ -172,11 +172,12 @@ class ModuleSearch:
 
     def find_mapping(self, choice: Choice) -> QConfigMapping:
         """The mapping that puts these operators back."""
-        prepared = self.simulation.prepared
-        back = make_wide(prepared) if choice.dtype == WIDE else None
+        prepared, back = self.simulation.prepared, dict.fromkeys(choice.reverted)
+        if choice.dtype == WIDE:
+            back = {name: make_wide(prepared, name) for name in choice.reverted}
         wider = find_wider_weights(prepared) if choice.widened else {}
         changes = {name: wider[name] for name in choice.widened}
-        return add_lines(prepared, {**dict.fromkeys(choice.reverted, back), **changes}, self.base)
+        return add_lines(prepared, {**back, **changes}, self.base)
 
     def propose(self) -> Iterator[Choice]:
         """What to measure next, as long as few operators are not enough and there is time.
@@ -354,11 +355,11 @@ def propose_integers(
         low, high = (low, middle) if done[-1].is_met else (middle, high)
 
 
-def make_wide(prepared: PreparedModel) -> QConfig | None:
-    """int16 operands and results, weights as they are by default; None without a default that
-    has such operands.
+def make_wide(prepared: PreparedModel, name: str) -> QConfig | None:
+    """An operator's int16 operands and results, weights as they are by default; None without a
+    default that has such operands.
     """
-    qconfig = prepared.backend.default_qconfig
+    qconfig = prepared.backend.find_default(prepared.plan.operator(name).pattern)
     if qconfig is None:
         return None
     wide = TensorConfig(QSpec(WIDE, Scheme.SYMMETRIC), MinMax())

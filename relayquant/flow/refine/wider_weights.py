@@ -17,15 +17,18 @@ from relayquant.stages.prepared import PreparedModel
 
 
 def find_wider_weights(prepared: PreparedModel) -> dict[str, QConfig]:
-    """Return a QConfig for each operator on integers whose weight has fewer bits than the backend's
-    default, in order: its own, with a weight of all bits.
+    """Return a QConfig for each operator on integers whose weight has fewer bits than its default
+    of the backend, in order: its own, with a weight of all bits.
     """
-    default, mapping = prepared.backend.default_qconfig, prepared.mapping
-    if default is None or default.is_grouped or mapping is None:
+    mapping = prepared.mapping
+    if mapping is None:
         return {}
     sites, found = find_sites(prepared.source, prepared.plan), {}
     for operator in prepared.plan.operators:
         specs = list_weights(prepared, operator)
+        default = prepared.backend.find_default(operator.pattern)
+        if default is None or default.is_grouped:
+            continue
         rule = mapping.find_rule(sites[operator.name]) if operator.quantized and specs else None
         if rule is None or not isinstance(rule.qconfig, QConfig):
             continue

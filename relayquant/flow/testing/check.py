@@ -144,10 +144,11 @@ def prepare_example(
     mod: tvm.IRModule, row: QuantOp, backend: BackendConfig, dtype: str
 ) -> PreparedModel:
     """Prepare the drawn model with the row before all others, and with activations of one dtype."""
-    default = backend.default_qconfig
+    default = backend.find_default(row.name)
     if default is None:
         raise ConfigError(
-            f"check_pattern needs a backend with a default_qconfig; {backend.name!r} has none.",
+            f"check_pattern needs a backend with a default_qconfig; {backend.name!r} has none for "
+            f"pattern {row.name!r}.",
             code="RQ106",
         )
     activation = TensorConfig(QSpec(dtype), MinMax())

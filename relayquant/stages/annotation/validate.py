@@ -115,7 +115,7 @@ def describe_nothing(plan: Plan, mapping: QConfigMapping, backend: BackendConfig
             f"QConfigMapping has a line. Give it BackendConfig(default_qconfig=QConfig(...)), or "
             f"pass a qconfig_mapping: {remedy}"
         )
-    if all(rule.qconfig is None for rule in mapping.rules):
+    if all(rule.qconfig is None and not rule.rows for rule in mapping.rules):
         return (
             "Nothing is quantized: the QConfigMapping says what stays in float, and no line says "
             f"how the other operators are quantized. {remedy}"

@@ -174,7 +174,7 @@ def quantize_regions(
 
     joins = find_joins(tapes, regions, inputs, outputs)
     floats = find_float_reads(tapes, regions, outputs)
-    dtype = settings.backend.default_qconfig.activation.spec.dtype
+    dtype = settings.backend.activation_dtype
     boundaries = choose_boundaries(joins, graphs, plan_region, observer, read_port, floats, dtype)
     interface = find_interface(tapes, regions, graphs, boundaries, file, inputs, outputs)
     quantized = [

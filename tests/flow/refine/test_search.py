@@ -246,8 +246,9 @@ def test_propose_integers__more_if_short_of_the_bound_fewer_if_within():
 
 
 def test_make_wide__int16_of_the_backend():
-    prepared = SimpleNamespace(backend=rq.get_backend_config("x86"))
-    wide = make_wide(prepared)
+    plan = SimpleNamespace(operator=lambda name: SimpleNamespace(pattern=name))
+    prepared = SimpleNamespace(backend=rq.get_backend_config("x86"), plan=plan)
+    wide = make_wide(prepared, "conv2d")
     assert wide.activation.spec.dtype == "int16"
     assert wide.weight == rq.get_backend_config("x86").default_qconfig.weight
 
