@@ -44,10 +44,12 @@ def share_kernels(calls: Sequence[Lowered]) -> list[Lowered]:
     shared = list(calls)
     for group in group_equal([skeleton.func for skeleton in skeletons]):
         numbers = [skeletons[i].numbers for i in group]
-        varying = [k for k, column in enumerate(zip(*numbers, strict=True)) if len(set(column)) > 1]
+        columns, first = [*zip(*numbers, strict=True)], {}
+        same = [first.setdefault(column, k) for k, column in enumerate(columns)]
+        varying = [k for k in dict.fromkeys(same) if len(set(columns[k])) > 1]
         if not varying:
             continue
-        kernel = Kernel.of(take_operands(calls[group[0]].kernel.func, numbers[0], varying))
+        kernel = Kernel.of(take_operands(calls[group[0]].kernel.func, numbers[0], varying, same))
         for i, own in zip(group, numbers, strict=True):
             operands = gather_operands([own[k] for k in varying])
             shared[i] = replace(calls[i], kernel=kernel, operands=(*calls[i].operands, *operands))
@@ -100,10 +102,13 @@ def read_skeleton(func: PrimFunc) -> Skeleton:
     return Skeleton(map_numbers(func, note), tuple(numbers))
 
 
-def take_operands(func: PrimFunc, numbers: Sequence[Number], varying: Sequence[int]) -> PrimFunc:
+def take_operands(
+    func: PrimFunc, numbers: Sequence[Number], varying: Sequence[int], same: Sequence[int]
+) -> PrimFunc:
     """Make a function read the numbers at `varying` from operands before its result.
 
-    There is one operand for each dtype, as in `gather_operands`.
+    There is one operand for each dtype, as in `gather_operands`. `same` has for each number the
+    first one that is equal to it in all kernels. They are read once: registers are few.
     """
     slots: dict[int, tuple[str, int]] = {}
     sizes: dict[str, int] = {}
@@ -118,7 +123,7 @@ def take_operands(func: PrimFunc, numbers: Sequence[Number], varying: Sequence[i
     read = {k: tirx.Var(f"number{k}", numbers[k].dtype) for k in varying}
     binds = [tirx.Bind(read[k], buffers[dtype].vload([slot])) for k, (dtype, slot) in slots.items()]
     position = count()
-    body = map_numbers(func, lambda _: read.get(next(position))).body.block.body
+    body = map_numbers(func, lambda _: read.get(same[next(position)])).body.block.body
     root = s_tir.SBlock([], [], [], "root", tirx.SeqStmt([*binds, body]))
     params = [*func.params[:-1], *buffers.values(), func.params[-1]]
     return PrimFunc(params, s_tir.SBlockRealize([], True, root), func.ret_type, func.attrs)

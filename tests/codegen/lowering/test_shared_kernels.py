@@ -7,10 +7,13 @@ from functools import partial
 import numpy as np
 import pytest
 import tvm
+from exact import finish
 
+from relayquant.codegen.kernels.integer.convolution.direct import build_dense, pack_dense
 from relayquant.codegen.kernels.integer.elementwise import Requantize, Space, build_requantize
-from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_matmul
+from relayquant.codegen.kernels.integer.specs import Constants, Dense
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.lowering.engine import Lowered
@@ -80,6 +83,31 @@ def test_share_kernels__products_of_activations_with_other_zero_points():
         library = tvm.compile(tvm.IRModule({"main": call.kernel.func}), target=resolve_target(None))
         library["batch_matmul"](*map(tvm.runtime.tensor, call.operands), y)
         np.testing.assert_array_equal(y.numpy(), wide)
+
+
+def test_share_kernels__numbers_of_all_pixels_are_read_once():
+    """A tile has the numbers of its epilogue for each pixel. Copies would exceed the registers."""
+    rng = np.random.default_rng(0)
+    x, r = (rng.integers(0, 256, (24, 16)).astype("uint8") for _ in "xr")
+    weight, bias = rng.integers(-127, 128, (16, 16)).astype("int8"), np.arange(16, dtype="int32")
+    isa, calls, wanted = select_isa(resolve_target(None)), [], []
+    for zero, added, factor in [(3, 5, 0.5), (100, 70, 0.25)]:
+        residual = Residual("uint8", added, factor)
+        spec = Dense(24, 16, 16, epilogue=Epilogue(zero_point=zero, residual=residual))
+        constants = Constants(weight, bias, np.float32(0.01))
+        operands = (x, *pack_dense(spec, isa, constants).arguments(), r)
+        calls.append(call_built((), partial(build_dense, spec, isa), operands))
+        sums = x.astype("int64") @ weight.T.astype("int64") + bias
+        wanted.append(finish(sums, spec.epilogue, np.float32(0.01), r))
+    shared = share_kernels(calls)
+    for call, expected in zip(shared, wanted, strict=True):
+        numbers = call.operands[len(calls[0].operands) :]
+        assert numbers
+        assert all(len(set(each)) == len(each) for each in numbers)
+        library = tvm.compile(tvm.IRModule({"main": call.kernel.func}), target=resolve_target(None))
+        y = tvm.runtime.tensor(np.zeros(r.shape, "uint8"))
+        library["dense"](*map(tvm.runtime.tensor, call.operands), y)
+        np.testing.assert_array_equal(y.numpy(), expected)
 
 
 def test_read_skeleton__tells_zeros_apart():
