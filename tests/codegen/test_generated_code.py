@@ -38,7 +38,7 @@ from relayquant.codegen.kernels.grouped.plan import GroupedDense
 from relayquant.codegen.kernels.grouped.product import build_grouped_dense
 from relayquant.codegen.kernels.integer.convolution.direct import build_conv2d
 from relayquant.codegen.kernels.integer.convolution.winograd import build_winograd
-from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Slope
 from relayquant.codegen.kernels.integer.pool import MaxPool2d, PoolWindow, build_max_pool2d
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
 from relayquant.codegen.kernels.isa.arm import NEON_BYTES, NEON_PAIRS
@@ -136,10 +136,12 @@ ARM_TARGETS: dict[str, dict[str, str]] = {
 
 SMALL, SAME = Epilogue(is_small=True), (1, 1, 1, 1)
 ADDED = Epilogue(residual=Residual("uint8", 3, 0.5), is_small=True)
+BENT = Epilogue(slope=Slope(-100, None, 1.1, rounds=True), is_small=True)
 LAYERS: dict[str, Conv2d] = {
     "3x3": Conv2d(1, 14, 14, 256, 256, (3, 3), padding=SAME, epilogue=SMALL),
     "1x1": Conv2d(1, 14, 14, 384, 64, (1, 1), epilogue=SMALL),
     "1x1, added": Conv2d(1, 56, 56, 64, 256, (1, 1), epilogue=ADDED),
+    "1x1, slope": Conv2d(1, 56, 56, 64, 256, (1, 1), epilogue=BENT),
     "1x1, short": Conv2d(1, 112, 112, 16, 96, (1, 1), epilogue=SMALL),
     "first": Conv2d(1, 224, 224, 3, 64, (7, 7), (2, 2), (3, 3, 3, 3), epilogue=SMALL),
     "rows": Dense(128, 768, 3072, epilogue=SMALL).as_conv2d(),
@@ -188,11 +190,13 @@ BOUNDS = {
 EXCEPTIONS = {
     # Tiles of 8 results, of which a core with two loads for each product loses nothing.
     ("znver4", "1x1, added"): Bound(0.0, 0.05, 0.75),
+    ("znver4", "1x1, slope"): Bound(0.0, 0.05, 0.75),
     ("znver4", "1x1, short"): Bound(0.0, 0.25, 0.9),
     ("znver4", "first"): Bound(0.0, 0.05, 0.75),
     # Sums are kept while the next are computed. Moves take no time of Zen 5's units.
     ("znver5", "1x1, short"): Bound(0.0, 0.5, 0.8),
     ("znver5", "1x1, added"): Bound(0.05, 0.1, 0.7),
+    ("znver5", "1x1, slope"): Bound(0.07, 0.1, 0.7),
     # Three vectors of weights, and two words for three products.
     ("znver5", "1x1, halved"): Bound(0.0, 0.0, 0.8),
     ("znver5", "1x1, halved, added"): Bound(0.0, 0.0, 0.8),

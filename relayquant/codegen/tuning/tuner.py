@@ -282,7 +282,8 @@ def bind_arguments(
     weight = rng.integers(-8, 9, spec.weight_shape).astype("int8")
     bias = np.zeros(spec.out_channels, "int32")
     factor = 1 / (8 * 64 * max(prod(spec.weight_shape[1:]), 1))
-    shape = () if spec.epilogue.curve is None else (2, spec.out_channels)
+    count = spec.epilogue.multipliers
+    shape = (count, spec.out_channels) if count > 1 else ()
     multiplier = np.full(shape, factor, "float32") if spec.epilogue.has_multiplier else None
     packed = choose_product(spec, isa, schedule).pack(Constants(weight, bias, multiplier))
     weights, *constants = packed.arguments()

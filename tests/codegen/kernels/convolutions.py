@@ -7,7 +7,7 @@ from exact import (
     GARBAGE,
     call_kernel,
     finish,
-    random_multiplier,
+    random_multipliers,
     random_values,
     random_weights,
 )
@@ -83,7 +83,7 @@ def check_conv2d(
     x = random_values(rng, spec.stored_shape, spec.in_dtype)
     w = random_weights(rng, spec.weight_shape)
     bias = rng.integers(-5000, 5000, spec.out_channels).astype("int32")
-    multiplier = random_multiplier(rng, w) if spec.epilogue.has_multiplier else None
+    multiplier = random_multipliers(rng, w, spec.epilogue)
     inputs = [x, *pack(spec, isa, Constants(w, bias, multiplier)).arguments()]
     residual = None
     if spec.epilogue.residual is not None:

@@ -8,7 +8,7 @@ from machines import compile_kernel
 from tvm.target import Target
 
 from relayquant.codegen.kernels.floating.row_norm import RowNorm
-from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Slope, Store
 from relayquant.ir.reference.row_arithmetic import sum_rows
 
 F32 = np.float32
@@ -46,13 +46,23 @@ def finish(acc, epilogue: Epilogue, multiplier=None, residual=None):
     acc = acc.astype("int64").astype("uint32").view("int32")
     if epilogue.output is Store.ACCUMULATOR:
         return acc
-    value = acc.astype("float32") * np.asarray(multiplier, "float32")
+    first = multiplier if epilogue.slope is None else multiplier[0]
+    value = acc.astype("float32") * np.asarray(first, "float32")
     if epilogue.output is Store.DEQUANTIZE:
         return value
     if epilogue.residual is not None:
         r = (residual.astype("int32") - epilogue.residual.zero_point).astype("float32")
         value = exact_fma(r, F32(epilogue.residual.multiplier), value)
+    if epilogue.slope is not None:
+        value = bend(value, epilogue.slope, multiplier[1])
     return store(value, epilogue)
+
+
+def bend(value, slope: Slope, below):
+    """A prelu of float32 values that are rounded and bounded first; what is below 0 has factors."""
+    low, high = (-np.inf if slope.low is None else slope.low), slope.high
+    value = np.clip(np.rint(value), F32(low), None if high is None else F32(high))
+    return value * np.where(value < 0, below, F32(slope.multiplier))
 
 
 def centre(values, zero_point):
@@ -84,6 +94,16 @@ def random_multiplier(rng, w):
     """Per channel, such that most results are within the range of 8 bits and some are not."""
     spread = np.sqrt(w[0].size) * 127 * 80
     return (rng.uniform(20, 90, len(w)) / spread).astype("float32")
+
+
+def random_multipliers(rng, w, epilogue: Epilogue):
+    """As `Constants` has them, of any sign below a slope."""
+    if not epilogue.has_multiplier:
+        return None
+    first = random_multiplier(rng, w)
+    if epilogue.slope is None:
+        return first
+    return np.stack([first, rng.uniform(-0.5, 1.5, len(w)).astype("float32")])
 
 
 #: Values of a result before a kernel writes it.

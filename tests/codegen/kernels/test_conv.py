@@ -33,7 +33,7 @@ from relayquant.codegen.kernels.integer.convolution.order import (
 )
 from relayquant.codegen.kernels.integer.convolution.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.convolution.tile import locate_tile
-from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Slope, Store
 from relayquant.codegen.kernels.integer.operands import Image, Placement
 from relayquant.codegen.kernels.integer.saturating_pack import channel_order
 from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, Dense, Tile
@@ -89,6 +89,20 @@ CASES = {
     ),
     "2 blocks, an odd number of pixels, residual": Conv2d(
         1, 1, 7, 12, 32, (1, 1), epilogue=Epilogue(residual=Residual("int8", 5, 0.6))
+    ),
+    "slope, 4 blocks, residual": Conv2d(
+        1, 3, 7, 20, 128, (1, 1), in_zero_point=9,
+        epilogue=Epilogue(
+            dtype="int8", zero_point=-7, residual=Residual("int8", 3, 0.6),
+            slope=Slope(-9, 246, 2.0),
+        ),
+    ),
+    "slope, 10 channels": Conv2d(
+        1, 9, 8, 3, 10, (3, 3), epilogue=Epilogue(zero_point=40, slope=Slope(-55, 200, 0.6, True))
+    ),
+    "slope, int16": Conv2d(
+        1, 5, 7, 17, 33, (1, 1), in_dtype="int16", in_zero_point=-100,
+        epilogue=Epilogue(dtype="int16", zero_point=99, slope=Slope(-999, 2**16 - 1, 0.9)),
     ),
     "1 block, pixels left over": Conv2d(
         1, 1, 23, 8, 16, (1, 1), epilogue=Epilogue(high=90, residual=Residual("int8", -3, 0.6))

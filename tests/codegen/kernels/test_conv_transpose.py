@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from convolutions import conv2d_transpose_accumulators
-from exact import call_kernel, finish, random_multiplier, random_values, random_weights
+from exact import call_kernel, finish, random_multipliers, random_values, random_weights
 from machines import every_isa_in_samples, runnable_target
 
 from relayquant.codegen.kernels.integer.convolution.plan_choice import choose_plan
@@ -15,6 +15,7 @@ from relayquant.codegen.kernels.integer.convolution.transposed import (
     choose_transpose_plan,
     pack_conv2d_transpose,
 )
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Slope
 from relayquant.codegen.kernels.integer.specs import Constants
 from relayquant.codegen.kernels.isa.timing import ZEN5
 from relayquant.codegen.kernels.isa.x86 import VNNI512
@@ -30,6 +31,19 @@ CASES = {
     "dilation at stride 1": Conv2dTranspose(
         1, 3, 4, 5, 8, (2, 3), padding=(1, 0, 1, 2), dilation=(2, 3), in_zero_point=200
     ),
+    "slope, groups": Conv2dTranspose(
+        1,
+        4,
+        5,
+        32,
+        40,
+        (3, 3),
+        (2, 2),
+        (1, 1, 1, 1),
+        groups=2,
+        in_zero_point=5,
+        epilogue=Epilogue(dtype="int8", zero_point=3, slope=Slope(-100, 155, 1.1)),
+    ),
     "2x2/2": Conv2dTranspose(1, 4, 4, 8, 8, (2, 2), (2, 2)),
     "3x3": Conv2dTranspose(1, 4, 4, 8, 8, (3, 3), (1, 1), (1, 1, 1, 1), in_zero_point=9),
     "kernel smaller than stride": Conv2dTranspose(1, 4, 4, 8, 8, (1, 1), (3, 2), in_zero_point=9),
@@ -44,11 +58,11 @@ def test_build_conv2d_transpose__equals_numpy(isa, case):
     x = random_values(rng, spec.in_shape, spec.in_dtype)
     w = random_weights(rng, spec.weight_shape)
     bias = rng.integers(-500, 500, spec.out_channels).astype("int32")
-    multiplier = random_multiplier(rng, w)
+    multiplier = random_multipliers(rng, w, spec.epilogue)
     packed = pack_conv2d_transpose(spec, isa, Constants(w, bias, multiplier))
     got = call_kernel(
         build_conv2d_transpose(spec, isa), runnable_target(isa), [x, *packed.arguments()],
-        spec.out_shape, "uint8",
+        spec.out_shape, spec.epilogue.dtype,
     )  # fmt: skip
     expected = finish(conv2d_transpose_accumulators(x, w, bias, spec), spec.epilogue, multiplier)
     np.testing.assert_array_equal(got, expected)

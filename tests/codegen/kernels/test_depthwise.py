@@ -13,7 +13,7 @@ from machines import best_isa, every_isa_in_samples, runnable_target
 from relayquant.codegen.kernels.conv_shape import JoinedSlices
 from relayquant.codegen.kernels.integer.depthwise.plan import DepthwisePlan
 from relayquant.codegen.kernels.integer.depthwise.rows import build_depthwise
-from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Slope, Store
 from relayquant.codegen.kernels.integer.specs import Conv2d
 from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA
 from relayquant.codegen.kernels.isa.base import PORTABLE
@@ -45,6 +45,14 @@ CASES = {
     "residual int8, 7 columns": depthwise(
         1, 6, 7, 40, (3, 3), (1, 1), SAME, in_zero_point=3,
         epilogue=Epilogue(dtype="int8", zero_point=-20, low=-20, residual=Residual("int8", 4, 0.4)),
+    ),
+    "slope, 64 channels": depthwise(
+        1, 8, 8, 64, (3, 3), (1, 1), SAME, in_zero_point=3,
+        epilogue=Epilogue(zero_point=100, slope=Slope(-99, 155, 0.8)),
+    ),
+    "slope, 40 channels, 7 columns, residual": depthwise(
+        1, 6, 7, 40, (3, 3), (1, 1), SAME, in_zero_point=3,
+        epilogue=Epilogue(residual=Residual("int8", 4, 0.4), slope=Slope(None, 155, 1.2)),
     ),
     "int16": depthwise(
         1, 8, 8, 16, (3, 3), (1, 1), SAME, in_dtype="int16", in_zero_point=-300,

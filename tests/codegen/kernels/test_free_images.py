@@ -11,7 +11,7 @@ import pytest
 import tvm
 from convolutions import conv2d_accumulators, conv2d_transpose_accumulators
 from emulated_unit import EMULATED, REFUSED, find_target
-from exact import finish, random_multiplier, random_values, random_weights
+from exact import finish, random_multipliers, random_values, random_weights
 from machines import best_isa, compile_kernel, every_isa
 from tvm import relax, tirx
 
@@ -20,7 +20,7 @@ from relayquant.codegen.kernels.integer.convolution.free import FreeConv2d, buil
 from relayquant.codegen.kernels.integer.convolution.transposed import Conv2dTranspose
 from relayquant.codegen.kernels.integer.depthwise.free import FreeDepthwise, build_free_depthwise
 from relayquant.codegen.kernels.integer.dynamic_rows import pack_dense_rows
-from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Slope, Store
 from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, Dense
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.x86 import AMX
@@ -49,7 +49,7 @@ class FreeLayer:
         spec, rng, isa = self.spec, self.rng, self.isa
         w = random_weights(rng, spec.weight_shape)
         bias = rng.integers(-5000, 5000, spec.out_channels).astype("int32")
-        multiplier = random_multiplier(rng, w) if spec.epilogue.has_multiplier else None
+        multiplier = random_multipliers(rng, w, spec.epilogue)
         windows = ConvWindows(
             spec.in_channels,
             spec.kernel,
@@ -107,6 +107,9 @@ KINDS = {
     "many weights": make_spec(64, 130, (3, 3), epilogue=Epilogue(Store.DEQUANTIZE, "float32")),
     "depthwise": make_spec(
         20, 20, (3, 3), groups=20, padding=(1, 1, 1, 1), in_zero_point=3, epilogue=Epilogue()
+    ),
+    "depthwise, slope": make_spec(
+        21, 21, (3, 3), groups=21, epilogue=Epilogue(zero_point=60, slope=Slope(-60, 195, 1.1))
     ),
     "depthwise, strides": make_spec(
         7,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from convolutions import conv2d_accumulators
-from exact import call_kernel, finish, random_multiplier, random_values, random_weights
+from exact import call_kernel, finish, random_multipliers, random_values, random_weights
 from machines import ISAS, runnable_target
 from test_pool import taps
 
@@ -18,7 +18,7 @@ from relayquant.codegen.kernels.integer.convolution.pooled import (
     pack_pooled_conv2d,
     plan_pooled,
 )
-from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Slope, Store
 from relayquant.codegen.kernels.integer.pool import PoolWindow
 from relayquant.codegen.kernels.integer.specs import Constants, Conv2d
 from relayquant.codegen.kernels.isa.arm import SDOT, SMMLA
@@ -61,6 +61,7 @@ CASES = {
     "other steps": pooled(conv(11, 14, 48), (2, 4), (1, 3), (0, 1, 0, 1)),
     "int8": pooled(conv(9, 9, 64, epilogue=Epilogue(dtype="int8", zero_point=-3), dtype="int8")),
     "int16": pooled(conv(9, 9, 20, epilogue=Epilogue(dtype="int16", zero_point=-30), dtype="int8")),
+    "slope": pooled(conv(9, 9, 32, epilogue=replace(OUT, slope=Slope(-99, None, 1.1)))),
     "with threads": pooled(conv(80, 60, 32, 3, 2), padding=(1, 1, 1, 1)),
 }
 
@@ -70,8 +71,8 @@ def check(spec: PooledConv2d, isa) -> None:
     x = random_values(rng, own.in_shape, own.in_dtype)
     w = random_weights(rng, own.weight_shape)
     bias = rng.integers(-5000, 5000, own.out_channels).astype("int32")
-    multiplier = random_multiplier(rng, w)
-    multiplier[0] = 0.0
+    multiplier = np.abs(random_multipliers(rng, w, own.epilogue))
+    multiplier[..., 0] = 0.0
     packed = pack_pooled_conv2d(spec, isa, Constants(w, bias, multiplier))
     results = finish(conv2d_accumulators(x, w, bias, own), own.epilogue, multiplier)
     got = call_kernel(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tvm
 from emulated_unit import EMULATED, REFUSED, find_target
-from exact import finish, random_multiplier, random_values
+from exact import finish, random_multipliers, random_values
 from machines import best_isa, compile_kernel, every_isa
 
 from relayquant.codegen.kernels.integer.convolution.order import SMALL_WEIGHT_BYTES
@@ -19,7 +19,7 @@ from relayquant.codegen.kernels.integer.dynamic_rows import (
     pack_dense_rows,
     plan_rows,
 )
-from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Slope, Store
 from relayquant.codegen.kernels.integer.specs import Constants, Dense
 from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA
 from relayquant.codegen.kernels.isa.base import Isa
@@ -40,7 +40,7 @@ class Layer:
         spec, rng = self.spec, self.rng
         w = random_values(rng, (spec.out_features, spec.in_features), "int8")
         bias = rng.integers(-5000, 5000, spec.out_features).astype("int32")
-        multiplier = random_multiplier(rng, w) if spec.epilogue.has_multiplier else None
+        multiplier = random_multipliers(rng, w, spec.epilogue)
         packed = pack_dense_rows(spec, self.isa, Constants(w, bias, multiplier))
         func = build_dense_rows(spec, self.isa, "dense", self.leading)
         kernel = compile_kernel(func, find_target(self.isa))
@@ -72,6 +72,7 @@ def test_build_dense_rows__every_number_of_rows(isa):
 
 OTHERS = {
     "copied: int8, odd sizes": Dense(0, 37, 10, "int8", -7, Epilogue(dtype="int8", zero_point=3)),
+    "slope": Dense(0, 48, 40, epilogue=Epilogue(zero_point=60, slope=Slope(-60, None, 1.1))),
     "int16": Dense(0, 33, 40, "int16", 300, Epilogue(dtype="int16")),
     "accumulators": Dense(0, 16, 1, epilogue=Epilogue(Store.ACCUMULATOR, "int32")),
     "panel by panel": Dense(0, 512, 130, epilogue=Epilogue(Store.DEQUANTIZE, "float32")),

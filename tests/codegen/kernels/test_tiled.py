@@ -27,7 +27,7 @@ from relayquant.codegen.kernels.integer.convolution.direct import (
     pack_conv2d,
 )
 from relayquant.codegen.kernels.integer.convolution.plan_choice import choose_plan
-from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Slope, Store
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, plan_batch_matmul
 from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, Dense, Tile
 from relayquant.codegen.kernels.integer.tiled.plan import BLOCKS, TiledPlan, TileRows, list_rows
@@ -68,7 +68,8 @@ def draw_specs(draw):
         dtype, added = (draw(st.sampled_from(["uint8", "int8", "int16"])) for _ in "yr")
         low, high = INTEGER_LIMITS[dtype]
         residual = Residual(added, small(0, 127), -0.7) if draw(st.booleans()) else None
-        epilogue = Epilogue(output, dtype, small(low, high), residual=residual)
+        slope = Slope(-small(0, 255), small(0, 255), 0.8) if draw(st.booleans()) else None
+        epilogue = Epilogue(output, dtype, small(low, high), residual=residual, slope=slope)
     kernel, dilation = (small(1, 3), small(1, 3)), (small(1, 2), small(1, 2))
     padding = tuple(small(0, 2) for _ in range(4))
     height, width = small(1, 6), small(1, 37)

@@ -27,7 +27,7 @@ from relayquant.codegen.kernels.integer.convolution.winograd import (
     plan_prefetch,
     saves_time,
 )
-from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Slope, Store
 from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, KernelSchedule
 from relayquant.codegen.kernels.isa.arm import SDOT
 from relayquant.codegen.kernels.isa.base import PORTABLE
@@ -63,6 +63,12 @@ CASES = {
     "one chunk in parts, partial panels": Conv2d(
         1, 28, 28, 80, 112, (3, 3), padding=SAME, in_zero_point=9,
         epilogue=Epilogue(is_small=True),
+    ),
+    "slope, residual": Conv2d(
+        1, 9, 7, 16, 32, (3, 3), padding=SAME, in_zero_point=9,
+        epilogue=Epilogue(
+            residual=Residual("uint8", 4, 0.3), slope=Slope(-90, None, 1.3), is_small=True
+        ),
     ),
     "float output": Conv2d(
         1, 7, 9, 16, 16, (3, 3), padding=SAME, epilogue=Epilogue(Store.DEQUANTIZE, "float32")

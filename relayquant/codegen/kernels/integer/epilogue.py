@@ -5,6 +5,7 @@ The arithmetic is the package's default (round half to even, float32), bit for b
     t = RN(float32(acc) * m)                                  one IEEE multiply
     t = fma(float32(r - z_r), m_r, t)                         with a residual operand
     t = curve(t) * f                                          with a function of single numbers
+    t = p * (m_p if p >= 0 else f), p = integer of t          with a slope below zero
     q = int(min(max(rne(t), low - z), high - z)) + z          clamp in float, zero point as integer
 
 rne(t) and the clamp commute, because the bounds are integers. Clamping first keeps the value small
@@ -51,14 +52,43 @@ class Residual:
 
 
 @dataclass(frozen=True)
+class Slope:
+    """A leaky relu or prelu of requantized integers, which have one multiplier from 0 on.
+
+    Below, the second multiplier of each channel counts. The integers are less their zero point, and
+    bounded by `low` and `high`. None: the bounds of the results are enough.
+    """
+
+    low: int | None
+    high: int | None
+    multiplier: float
+    rounds: bool = False  #: whether the target has an instruction that rounds float32
+
+    def apply(self, value: Expr, below: Expr, lanes: int) -> Expr:
+        """Emit the function of a float32 vector without NaN. `below` has the multipliers."""
+        if self.low is not None:
+            value = T.max(value, constant("float32", self.low, lanes))
+        if self.high is not None:
+            value = T.min(value, constant("float32", self.high, lanes))
+        if self.rounds:
+            value = keep(T.nearbyint(value), lanes)
+        else:  # numbers from 2**22 on are not rounded, but remain beyond all bounds
+            magic = constant("float32", ROUNDING_MAGIC, lanes)
+            value = keep(fence(value + magic, lanes) - magic, lanes)
+        above = constant("float32", self.multiplier, lanes)
+        return value * T.Select(value < constant("float32", 0, lanes), below, above)
+
+
+@dataclass(frozen=True)
 class Epilogue:
     """Conversion of int32 accumulators to stored values.
 
     `low`, `high` bound the stored integers (a merged relu or clip); None: the limits of the dtype.
     If results are not requantized they bound the int32 sums.
-    `is_small`: no multiplier exceeds 1/2 (`has_small_multipliers`), so every result fits int32
-    before it is clamped.
+    `is_small`: no multiplier exceeds 1/2 (`has_small_results`), so every result fits int32 before
+    it is clamped.
     `curve`: a function such as GELU between two multipliers of each channel, with finite results.
+    `slope`: a prelu behind the first multiplier and the residual.
     """
 
     output: Store = Store.REQUANTIZE
@@ -69,6 +99,7 @@ class Epilogue:
     residual: Residual | None = None
     is_small: bool = False
     curve: Curve | None = None
+    slope: Slope | None = None
 
     def __post_init__(self) -> None:
         allowed = {
@@ -82,14 +113,16 @@ class Epilogue:
                 f"{self.dtype!r}; allowed: {', '.join(allowed)}.",
             )
         if self.output is not Store.REQUANTIZE:
-            if self.residual or self.zero_point or self.curve:
+            if self.residual or self.zero_point or self.curve or self.slope:
                 raise ValueError(
-                    f"Epilogue: {self.output.value} takes no residual, curve or zero point; use "
-                    "Store.REQUANTIZE.",
+                    f"Epilogue: {self.output.value} takes no residual, curve, slope or zero point; "
+                    "use Store.REQUANTIZE.",
                 )
             return
-        if self.residual and self.curve:
-            raise ValueError("Epilogue: there is a residual beside a curve; allowed: one of them.")
+        if self.curve and (self.residual or self.slope):
+            raise ValueError(
+                "Epilogue: there is a residual or a slope beside a curve; allowed: a curve alone."
+            )
         low, high = self.bounds
         limits = INTEGER_LIMITS[self.dtype]
         if not limits[0] <= low <= high <= limits[1]:
@@ -121,7 +154,7 @@ class Epilogue:
     @property
     def multipliers(self) -> int:
         """Count the float32 multipliers of each channel."""
-        return self.has_multiplier + (self.curve is not None)
+        return self.has_multiplier + (self.curve is not None or self.slope is not None)
 
     def emit(
         self, acc: Expr, multipliers: Sequence[Expr], residual: Expr | None, lanes: int
@@ -162,6 +195,8 @@ class Epilogue:
                 other = other - constant("int32", self.residual.zero_point + moved, lanes)
             factor = constant("float32", self.residual.multiplier, lanes)
             value = emit_fma(T.Cast(vector("float32", lanes), other), factor, value, lanes)
+        if self.slope is not None:
+            value = self.slope.apply(value, multipliers[1], lanes)
         return value
 
     def emit_rounded(self, value: Expr, lanes: int) -> Expr:
@@ -169,10 +204,17 @@ class Epilogue:
         return emit_round_clamp(value, self.dtype, self.zero_point, self.bounds, lanes)
 
 
-def has_small_multipliers(multiplier: NDArray[np.float32], residual: Residual | None) -> bool:
-    """Whether |acc * multiplier| is at most 2**30, and a residual adds at most 2**28."""
+def has_small_results(multiplier: NDArray[np.float32], epilogue: Epilogue) -> bool:
+    """Whether |acc * multiplier| is at most 2**30, and a residual adds at most 2**28.
+
+    Both before a slope and behind it. `multiplier` has two rows with a slope.
+    """
+    residual, slope = epilogue.residual, epilogue.slope
+    first, below = (multiplier, 0.0) if slope is None else multiplier
+    growth = 1.0 if slope is None else max(1.0, slope.multiplier, float(np.abs(below).max()))
     added = 0.0 if residual is None else abs(residual.multiplier)
-    return float(np.max(np.abs(multiplier), initial=0.0)) <= 0.5 and added <= 2.0**20
+    largest = float(np.max(np.abs(first), initial=0.0))
+    return largest * growth <= 0.5 and added * growth <= 2.0**20
 
 
 def emit_fma(a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:

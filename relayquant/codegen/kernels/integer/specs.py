@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from relayquant.codegen.kernels.conv_shape import Conv2dShape
 from relayquant.codegen.kernels.expansion import Expanded
-from relayquant.codegen.kernels.integer.epilogue import Epilogue, has_small_multipliers
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, has_small_results
 from relayquant.errors import format_count
 
 
@@ -131,7 +131,7 @@ class Constants:
         bias: (O,) int32, scale s_in * s_w[c]; without the zero point correction.
         multiplier: (O,) or () float32; s_in * s_w[c] / s_out, or s_in * s_w[c] to dequantize. None
             if accumulators are stored. (2, O) with a curve: s_in * s_w[c], and what its results are
-            multiplied by.
+            multiplied by; with a slope: what is below 0 is multiplied by the second.
     """
 
     weight: NDArray[np.int8]
@@ -149,7 +149,7 @@ class PackedWeights:
 
     weight: NDArray[np.integer] | Expanded  #: flat, in the order the kernel reads
     bias: NDArray[np.int32]  #: with the input zero point folded in
-    #: None if the kernel stores accumulators. With a curve, all first ones come first.
+    #: None if the kernel stores accumulators. With two of each channel, all first ones come first.
     multiplier: NDArray[np.float32] | None
 
     def operands(self) -> list[NDArray | Expanded]:
@@ -204,18 +204,18 @@ def pack_channels(
     folded = np.where(exists, folded[index], 0).astype("int32")
     if multiplier is None:
         return folded, None
-    multiplier, has_curve = np.asarray(multiplier, "float32"), spec.epilogue.curve is not None
-    allowed = ((2, channels),) if has_curve else ((), (1,), (channels,))
+    multiplier, count = np.asarray(multiplier, "float32"), spec.epilogue.multipliers
+    allowed = ((), (1,), (channels,)) if count == 1 else ((count, channels),)
     if multiplier.shape not in allowed:
         raise ValueError(
             f"The multiplier has shape {multiplier.shape}, expected "
             f"{' or '.join(map(str, allowed))}.",
         )
-    is_small = spec.epilogue.is_small and not has_curve
-    if is_small and not has_small_multipliers(multiplier, spec.epilogue.residual):
+    is_small = spec.epilogue.is_small and spec.epilogue.curve is None
+    if is_small and not has_small_results(multiplier, spec.epilogue):
         raise ValueError(
             f"The epilogue has is_small, but the multiplier reaches {np.abs(multiplier).max()}. "
             "Allowed: up to 0.5. Build the kernel without is_small.",
         )
-    multiplier = np.broadcast_to(multiplier, (spec.epilogue.multipliers, channels))[:, index]
+    multiplier = np.broadcast_to(multiplier, (count, channels))[:, index]
     return folded, np.where(exists, multiplier, 0).astype("float32").reshape(-1)

@@ -23,7 +23,7 @@ from relayquant.ir.rewrite import Skip
 
 #: Bound of finite numbers, with room for a rounding of each step.
 LARGEST = 2.0**126
-#: Bound of results that fit int32 before they are clamped, as `has_small_multipliers` has it.
+#: Bound of results that fit int32 before they are clamped, as `has_small_results` has it.
 SMALL = 2.0**30
 
 

@@ -1,6 +1,7 @@
 """Operators after an integer product -> the epilogue of its kernel.
 
-product -> + bias -> requantize | qnn.add of a residual | dequantize -> clip becomes one kernel.
+product -> + bias -> requantize | qnn.add of a residual | dequantize -> leaky relu | prelu -> clip
+becomes one kernel.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.codegen.kernels.integer.epilogue import (
     Epilogue,
     Residual,
+    Slope,
     Store,
-    has_small_multipliers,
+    has_small_results,
 )
 from relayquant.codegen.lowering.kernel_call import (
     KernelContext,
@@ -28,7 +30,7 @@ from relayquant.codegen.lowering.kernel_call import (
 )
 from relayquant.ir.rewrite import Skip
 from relayquant.ir.rewrite.epilogue_pattern import EpilogueChain, Take, follow_epilogue, take_clip
-from relayquant.ir.rewrite.expressions import read_number
+from relayquant.ir.rewrite.expressions import op_name, read_number
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 SUMS = Epilogue(Store.ACCUMULATOR, "int32")
@@ -41,11 +43,13 @@ class IntegerEpilogueChain(EpilogueChain):
 
     Attributes:
         epilogue: How the sums are stored.
-        multiplier: float32, one per channel or one for all; None for sums.
+        multiplier: float32, one per channel or one for all; None for sums. (2, C) with a slope.
+        rounds: See `Slope`.
     """
 
     epilogue: Epilogue = SUMS
     multiplier: np.ndarray | None = None
+    rounds: bool = False
 
     @property
     def is_sums(self) -> bool:
@@ -82,8 +86,7 @@ class IntegerEpilogueChain(EpilogueChain):
                 epilogue, low=int(max(self.low, low)), high=int(min(self.high, high))
             )
         if self.multiplier is not None:
-            is_small = has_small_multipliers(self.multiplier, epilogue.residual)
-            epilogue = replace(epilogue, is_small=is_small)
+            epilogue = replace(epilogue, is_small=has_small_results(self.multiplier, epilogue))
         return replace(self, epilogue=epilogue)
 
 
@@ -154,6 +157,58 @@ def take_residual(chain: IntegerEpilogueChain, call: Call) -> IntegerEpilogueCha
     )
 
 
+def take_slope(chain: IntegerEpilogueChain, call: Call) -> IntegerEpilogueChain | Skip:
+    """Take leaky_relu(requantized sums) or prelu(requantized sums)."""
+    before, numbers = chain.epilogue, [read_number(expr) for expr in call.args[1:5]]
+    if chain.is_bounded or chain.multiplier is None or before.slope is not None:
+        return Skip("the values are sums, bounded, or behind a slope")
+    if None in numbers or before.output is not Store.REQUANTIZE:
+        return Skip("the values are not integers, or have several scales")
+    s_in, z_in, s_out, z_out = map(float, numbers)  # pyright: ignore[reportArgumentType]
+    if z_in != before.zero_point:
+        return Skip("the slope begins at another number than the zero point")
+    if op_name(call) == "relax.qnn.leaky_relu":
+        slopes, is_plain = np.float64(call.attrs.alpha), is_default_arithmetic(call)
+    else:
+        slopes, is_plain = vector(call.args[5], chain.channels), True
+        if slopes is not None and call.args[5].ty.ndim:
+            is_plain = int(call.attrs.axis) % chain.last.ty.ndim == chain.axis
+    if slopes is None or not is_plain:
+        return Skip("the slopes are not constants along the channels, or the arithmetic is another")
+    low, high = (bound - before.zero_point for bound in before.bounds)
+    above, below = multiplier(s_in, s_out), multiplier(s_in * np.asarray(slopes, "float64"), s_out)
+    slope = Slope(low, high, float(above), chain.rounds)
+    after = replace(before, dtype=tensor_dtype(call), zero_point=int(z_out), slope=slope)
+    both = [np.broadcast_to(each, chain.channels) for each in (chain.multiplier, below)]
+    if has_small_results(chain.multiplier, before) and (below >= 0).all():
+        after = move_bounds(after, below)
+    return replace(chain, epilogue=after, multiplier=np.stack(both).astype("float32"))
+
+
+def move_bounds(epilogue: Epilogue, below: np.ndarray) -> Epilogue:
+    """Move bounds before a slope behind it, where they become one number for all channels.
+
+    The results before are finite, and no multiplier is negative: the slope keeps their order.
+
+    `below`: multipliers of negative values.
+    """
+    slope, limits = epilogue.slope, INTEGER_LIMITS[epilogue.dtype]
+    if slope is None or slope.low is None or slope.high is None:
+        return epilogue
+
+    def convert(bound: int, factors: np.ndarray | float) -> np.ndarray:
+        values = np.rint(np.float32(bound) * np.asarray(factors, "float32"))
+        return np.clip(values + epilogue.zero_point, *limits)
+
+    low = convert(slope.low, below if slope.low < 0 else slope.multiplier)
+    high = convert(slope.high, below if slope.high < 0 else slope.multiplier)
+    if np.ptp(high) == 0:
+        slope, epilogue = replace(slope, high=None), replace(epilogue, high=int(high.flat[0]))
+    if np.ptp(low) == 0:
+        slope, epilogue = replace(slope, low=None), replace(epilogue, low=int(low.flat[0]))
+    return replace(epilogue, slope=slope)
+
+
 def read_scale(
     chain: IntegerEpilogueChain, scale: relax.Expr, zero_point: relax.Expr, axis: int
 ) -> np.ndarray | Skip:
@@ -183,14 +238,20 @@ PLAIN_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {
     "relax.qnn.dequantize": take_dequantize,
     **CLIP_TAKES,
 }
+#: For products with constant weights.
+CHANNEL_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {
+    "relax.add": take_bias,
+    "relax.qnn.leaky_relu": take_slope,
+    "relax.qnn.prelu": take_slope,
+}
 #: For products whose kernels take a bias, and no residual.
-LONE_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {"relax.add": take_bias, **PLAIN_TAKES}
+LONE_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {**CHANNEL_TAKES, **PLAIN_TAKES}
 #: For products whose kernels start their sums at 0.
 UNBIASED_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {
     "relax.qnn.add": take_residual,
     **PLAIN_TAKES,
 }
-PRODUCT_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {"relax.add": take_bias, **UNBIASED_TAKES}
+PRODUCT_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {**CHANNEL_TAKES, **UNBIASED_TAKES}
 
 
 def follow_product(
@@ -203,7 +264,8 @@ def follow_product(
 
     `channels` is the length of the sums' last axis, 1 if all sums have one scale.
     """
-    chain = IntegerEpilogueChain((var,), var.ty.ndim - 1, channels)
+    # Each target with fused multiply-adds rounds float32 by an instruction.
+    chain = IntegerEpilogueChain((var,), var.ty.ndim - 1, channels, rounds=context.isa.has_fma)
     return follow_epilogue(context.graph, chain, takes, on_skip=context.on_skip).bounded()
 
 

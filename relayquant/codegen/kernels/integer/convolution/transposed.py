@@ -136,11 +136,12 @@ def pack_conv2d_transpose(spec: Conv2dTranspose, isa: Isa, constants: Constants)
         own = replace(constants, weight=taps)
         part_bias, part_factors = pack_channels(part.spec, own, zero_point, part.all_channels)
         folded.append(part_bias)
-        factors.append(part_factors)
+        if part_factors is not None:
+            factors.append(part_factors.reshape(spec.epilogue.multipliers, -1))
     return PackedWeights(
         np.concatenate(packed),
         np.concatenate(folded),
-        None if constants.multiplier is None else np.concatenate(factors),
+        np.concatenate(factors, axis=1).reshape(-1) if factors else None,
     )
 
 

@@ -531,7 +531,8 @@ def pack_winograd(spec: Conv2d, isa: Isa, constants: Constants) -> PackedWeights
     plan = WinogradPlan(spec, isa)
     folded = (folded.astype("int64") * FACTOR).astype("uint32").view("int32")
     if plan.scales_results and factors is not None:
-        factors = np.ldexp(factors, -SHIFT)
+        first = np.arange(factors.size) < spec.out_channels
+        factors = np.ldexp(factors, np.where(first, -SHIFT, 0))
     taps = weight.reshape(spec.out_channels, -1, 1, 1, spec.in_channels).swapaxes(0, 1)
     packed = np.stack([pack_panels(plan.product, tap) for tap in taps]).astype("int8")
     return PackedWeights(Expanded(EXPANSION, packed), folded, factors)

@@ -28,6 +28,7 @@ from relayquant.codegen.kernels.emit import (
     vector,
 )
 from relayquant.codegen.kernels.integer.epilogue import Epilogue
+from relayquant.codegen.kernels.integer.operands import declare_multiplier
 from relayquant.codegen.kernels.integer.specs import Constants
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
 from relayquant.codegen.kernels.windows import ConvWindows, declare_windows, read_size
@@ -46,15 +47,15 @@ class FreeDepthwise:
         return [(i * dy, j * dx, i * wide + j) for i in range(high) for j in range(wide)]
 
     def pack(self, constants: Constants) -> tuple[np.ndarray, ...]:
-        """Weights (KH * KW * C,) and bias (C,), int32, and the multiplier (C,) if there is one."""
+        """Weights (KH * KW * C,) and bias (C,), int32, and the multipliers, if there are any."""
         channels = self.windows.channels
         taps = constants.weight.reshape(channels, -1).T.astype("int32")
         bias = constants.bias - np.int32(self.windows.fill) * taps.sum(axis=0, dtype="int32")
         packed = (np.ascontiguousarray(taps).reshape(-1), bias.astype("int32"))
         if constants.multiplier is None:
             return packed
-        every = np.broadcast_to(constants.multiplier, (channels,)).astype("float32")
-        return (*packed, np.ascontiguousarray(every))
+        every = np.broadcast_to(constants.multiplier, (self.epilogue.multipliers, channels))
+        return (*packed, every.astype("float32").reshape(-1))
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,8 @@ def build_free_depthwise(spec: FreeDepthwise, lanes: int, name: str) -> PrimFunc
         x = declare_windows(windows)
         weight = declare_argument("weight", (len(taps) * channels,), "int32")
         bias = declare_argument("bias", (channels,), "int32")
-        factors = None
-        if spec.epilogue.has_multiplier:
-            factors = declare_argument("multiplier", (channels,), "float32")
+        multiplier = declare_multiplier(spec.epilogue, channels)
+        factors = None if multiplier is None else declare_argument(*multiplier)
         y = declare_argument("y", (*windows.places, channels), spec.epilogue.dtype)
         source, target = flat_view(x), flat_view(y)
         height, width = settle(*read_size(x))
@@ -93,7 +93,8 @@ def build_free_depthwise(spec: FreeDepthwise, lanes: int, name: str) -> PrimFunc
                 for tap in taps:
                     add(pixel, tap, sums, offset, lanes)
                 value = load_vector(sums, 0, lanes)
-                own = [] if factors is None else [load_vector(factors, offset, lanes)]
+                count = spec.epilogue.multipliers
+                own = [load_vector(factors, offset + i * channels, lanes) for i in range(count)]
                 result = spec.epilogue.emit(value, own, None, lanes)
                 store_vector(target, result, at + offset, lanes)
 
