@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from relayquant.base.arguments import check_arguments, check_fields
 from relayquant.base.plain_data import (
@@ -25,6 +25,8 @@ from relayquant.config.dtypes import DTypeConfig
 from relayquant.config.mapping import MappingRule, QConfigMapping, Selector, is_type
 from relayquant.config.qconfig import QConfig
 from relayquant.errors import ConfigError, format_count, suggest_name
+
+CodeT = TypeVar("CodeT")
 
 
 class ObservationType(enum.Enum):
@@ -98,6 +100,9 @@ class PatternConfig:
             this take any; so `BackendConfig.with_pattern` adds a row.
         default_qconfig: QConfig of its operators if the user gives no QConfigMapping. None takes
             the backend's.
+        check: A limit of the hardware: `check(match)` returns `relayquant.extend.Skip(reason,
+            advice)` for an operator that stays in float, or else None. It is asked after the
+            operator row's own check. With `lower`, operands are dequantized values.
     """
 
     pattern: QuantPattern
@@ -106,6 +111,7 @@ class PatternConfig:
     fixed: tuple[FixedOutput, ...] = ()
     match_first: bool = False
     default_qconfig: QConfig | None = None
+    check: Callable[[Any], Any] | None = None
 
     def find_fixed(self, spec: QSpec) -> Any:
         """Return the observer of fixed parameters for a result with this spec, or None."""
@@ -155,14 +161,18 @@ class PatternConfig:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, with the pattern by name."""
+        """Return plain data, with pattern and check by name."""
         rest = {f.name: to_plain(getattr(self, f.name)) for f in fields(self)[2:]}
+        rest["check"] = self.check and name_check(self.check)
         data = {"pattern": self.pattern.name, "dtypes": to_plain(self.dtypes)}
         return data | {key: value for key, value in rest.items() if value}
 
     @staticmethod
     def from_dict(
-        data: object, patterns: Mapping[str, QuantPattern], where: str = "PatternConfig"
+        data: object,
+        patterns: Mapping[str, QuantPattern],
+        where: str = "PatternConfig",
+        checks: Iterable[Callable[[Any], Any]] = (),
     ) -> PatternConfig:
         """Read the data of `to_dict`. `patterns` holds the operator rows by name."""
         names = [f.name for f in fields(PatternConfig)]
@@ -172,7 +182,31 @@ class PatternConfig:
             raise ConfigError(
                 f"{where}.pattern is {name!r}. {suggest_name(str(name), patterns)}", code="RQ101"
             )
-        return read_fields(PatternConfig, {**found, "pattern": patterns[name]}, where)
+        read = {**found, "pattern": patterns[name]}
+        if "check" in found:
+            by_name = {name_check(check): check for check in checks}
+            read["check"] = find_code(found["check"], by_name, f"{where}.check", "checks")
+        return read_fields(PatternConfig, read, where)
+
+
+def name_check(check: Callable[..., Any]) -> str:
+    """Return the name of a check in plain data."""
+    return getattr(check, "__name__", type(check).__name__)
+
+
+def find_code(name: object, known: Mapping[str, CodeT], where: str, argument: str) -> CodeT:
+    """Return the code that plain data names.
+
+    Raises:
+        ConfigError: It was not passed as this argument.
+    """
+    if name not in known:
+        raise ConfigError(
+            f"{where} names {name!r}, which was not passed as {argument}=[...]. "
+            f"{suggest_name(str(name), known)}",
+            code="RQ102",
+        )
+    return known[str(name)]
 
 
 @check_fields
@@ -311,17 +345,18 @@ class BackendConfig:
         *,
         dtypes: Iterable[DTypeConfig] | None = None,
         default_qconfig: QConfig | None = None,
+        check: Callable[[Any], Any] | None = None,
     ) -> BackendConfig:
         """Return a backend with other settings of the rows of an operator. Their order stays.
 
         Args:
             operator: A pattern by name, or an operator such as "nn.conv2d" for all of its rows.
-            dtypes, default_qconfig: See `PatternConfig`. None leaves the setting as it is.
+            dtypes, default_qconfig, check: See `PatternConfig`. None leaves the setting as it is.
 
         Raises:
             ConfigError: The backend has no such row, or a row cannot run `default_qconfig`.
         """
-        settings: dict[str, Any] = {"default_qconfig": default_qconfig}
+        settings: dict[str, Any] = {"default_qconfig": default_qconfig, "check": check}
         settings["dtypes"] = None if dtypes is None else tuple(dtypes)
         given = {name: value for name, value in settings.items() if value is not None}
         chosen = self._find_rows(operator)
@@ -436,6 +471,8 @@ class BackendConfig:
                 data, weight = row.default_qconfig.activation, row.default_qconfig.weight
                 dtype = data.spec.dtype if data else "float32"
                 lines.append(f"  by default {dtype} x {weight.spec.dtype}")
+            if row.check is not None:
+                lines.append(f"  where {name_check(row.check)} does not decline")
             for fixed in row.fixed:
                 lines.append(f"  fixed {fixed.dtype} {fixed.scheme.value}: {fixed.observer}")
         return "\n".join(lines)
@@ -443,7 +480,7 @@ class BackendConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON and TOML.
 
-        Patterns, affine rules and fusers are code and are stored by name.
+        Patterns, checks, affine rules and fusers are code and are stored by name.
         """
         data: dict[str, Any] = {"name": self.name, "reduce_range": self.reduce_range}
         if self.default_qconfig is not None:
@@ -465,6 +502,7 @@ class BackendConfig:
         where: str = "BackendConfig",
         *,
         fusers: Iterable[AnyFuser] = (),
+        checks: Iterable[Callable[[Any], Any]] = (),
     ) -> BackendConfig:
         """Read the data of `to_dict`.
 
@@ -478,31 +516,22 @@ class BackendConfig:
         names = [f.name for f in fields(BackendConfig)]
         found = check_keys(data, names, where, ("name", "patterns"))
         rules = {rule.op: rule for rule in affine_rules}
+        by_fuser = {fuser.name: fuser for fuser in fusers}
         known = {rule.pattern.name: rule.pattern for rule in rules.values()}
         known.update({pattern.name: pattern for pattern in patterns})
-        for op in check_list(found.get("affine_rules", ()), f"{where}.affine_rules"):
-            if op not in rules:
-                raise ConfigError(
-                    f"{where}.affine_rules names a rule for {op!r}, which was not passed as "
-                    "affine_rules=[...]. "
-                    f"{suggest_name(str(op), rules)}",
-                    code="RQ102",
-                )
-        by_fuser = {fuser.name: fuser for fuser in fusers}
-        for name in check_list(found.get("fusers", ()), f"{where}.fusers"):
-            if name not in by_fuser:
-                raise ConfigError(
-                    f"{where}.fusers names {name!r}, which was not passed as fusers=[...]. "
-                    f"{suggest_name(str(name), by_fuser)}",
-                    code="RQ102",
-                )
+
+        def read_code(key: str, code: Mapping[str, CodeT]) -> tuple[CodeT, ...]:
+            path = f"{where}.{key}"
+            names = check_list(found.get(key, ()), path)
+            return tuple(find_code(name, code, path, key) for name in names)
+
         rows = check_list(found["patterns"], f"{where}.patterns")
         by_name = {
             "patterns": tuple(
-                PatternConfig.from_dict(row, known, f"{where}.patterns[{i}]")
+                PatternConfig.from_dict(row, known, f"{where}.patterns[{i}]", checks)
                 for i, row in enumerate(rows)
             ),
-            "affine_rules": tuple(rules[op] for op in found.get("affine_rules", ())),
-            "fusers": tuple(by_fuser[name] for name in found.get("fusers", ())),
+            "affine_rules": read_code("affine_rules", rules),
+            "fusers": read_code("fusers", by_fuser),
         }
         return read_fields(BackendConfig, {**found, **by_name}, where)

@@ -13,6 +13,7 @@ from tvm import relax
 
 from relayquant.base.qtypes import Role
 from relayquant.base.user_calls import call_user
+from relayquant.config import PatternConfig
 from relayquant.errors import ConfigError, QnnError
 from relayquant.ir.ops.base import (
     DynamicContext,
@@ -44,22 +45,34 @@ def run_match(row: QuantOp, graph: Graph, var: relax.Var) -> Match | None:
     return match
 
 
-def run_check(row: QuantOp, match: Match) -> Skip | None:
-    """Return the row's Skip if a match cannot be quantized, else None. The row is asked once for
-    each match.
+def run_check(row: PatternConfig, match: Match) -> Skip | None:
+    """Return why the row of a backend does not take a match, or None if it does: first what the
+    operator row says, then what the backend says.
 
     Raises:
-        ConfigError: The callback raised, or returned something else.
+        ConfigError: A callback raised, or returned something else.
     """
-    if (row, match) in match.graph.found:
-        return match.graph.found[row, match]
+    pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
+    return _ask(pattern, match, pattern.find_refusal) or run_limit(row, match)
+
+
+def run_limit(row: PatternConfig, match: Match) -> Skip | None:
+    """Return what the check of a backend's row says of a match."""
+    pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
+    return None if row.check is None else _ask(pattern, match, row.check)
+
+
+def _ask(row: QuantOp, match: Match, check: Callable[[Match], Any]) -> Skip | None:
+    """Call a check, once for each match."""
+    if (check, match) in match.graph.found:
+        return match.graph.found[check, match]
     where = describe_place(row, match.name, "check")
-    skip = call_user(where, lambda: row.find_refusal(match))
+    skip = call_user(where, lambda: check(match))
     if skip is not None and not isinstance(skip, Skip):
         raise ConfigError(
             f"{where} returned {describe(skip)}; allowed: a Skip(reason), or None.", code="RQ106"
         )
-    match.graph.found[row, match] = skip
+    match.graph.found[check, match] = skip
     return skip
 
 

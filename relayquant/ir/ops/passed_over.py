@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 
 from tvm import relax
 
-from relayquant.config import BackendConfig
+from relayquant.config import BackendConfig, PatternConfig
 from relayquant.ir.ops import BUILTIN_OPS
 from relayquant.ir.ops.base import QuantOp
-from relayquant.ir.ops.callbacks import run_match
+from relayquant.ir.ops.callbacks import run_limit, run_match
 from relayquant.ir.plan import PassedOver
 from relayquant.ir.rewrite import Graph, Match, Pattern, Skip
 
@@ -24,29 +24,63 @@ def find_passed_over(
     graph: Graph,
     backend: BackendConfig,
     owners: Owners,
-    decline: Callable[[QuantOp, Match], Skip | None],
+    decline: Callable[[PatternConfig, Match], Skip | None],
 ) -> dict[relax.Var, tuple[PassedOver, ...]]:
-    """Find the user rows that match a value but did not take it, by value.
+    """Find the user rows that match a value but did not take it, by value. So are built-in rows
+    whose check of the backend declined; of several with one reason the first is named.
 
     A row that lost to another user row is not named, because the user chose their order.
 
     Args:
         decline: Returns why a row cannot take a match, or None if it can.
     """
-    found: dict[relax.Var, list[PassedOver]] = {}
+    found: dict[relax.Var, dict[str, PassedOver]] = {}
     for row in backend.patterns:
         pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
-        for binding in graph.bindings if pattern not in BUILTIN_OPS else ():
+        is_own = pattern not in BUILTIN_OPS
+        find = find_obstacle if is_own else find_limit
+        for binding in graph.bindings if is_own or row.check is not None else ():
             match = find_match(pattern, graph, binding.var)
             if match is None:
                 continue
-            left = [v for v in match.vars if v not in owners or owners[v][0] is not pattern]
-            skip = find_obstacle(pattern, match, owners, decline) if left else None
+            values = match.vars if is_own else find_main(pattern, match)
+            left = [v for v in values if v not in owners or owners[v][0] is not pattern]
+            skip = find(row, match, owners, decline) if left else None
             if skip is not None:
                 passed = PassedOver(pattern.name, skip.reason, skip.advice)
                 for var in left:
-                    found.setdefault(var, []).append(passed)
-    return {var: tuple(rows) for var, rows in found.items()}
+                    found.setdefault(var, {}).setdefault(skip.reason, passed)
+    return {var: tuple(rows.values()) for var, rows in found.items()}
+
+
+def find_limit(
+    row: PatternConfig,
+    match: Match,
+    owners: Owners,
+    decline: Callable[[PatternConfig, Match], Skip | None],
+) -> Skip | None:
+    """Find why the backend's check keeps a built-in row from a match. None if another operator took
+    the match's main operator in.
+    """
+    pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
+    main = find_main(pattern, match)
+    is_taken = any(owners[v][0].op != pattern.op for v in main if v in owners)
+    if is_taken or match.find_shared() is not None:
+        return None
+    return ask_limit(row, match, decline)
+
+
+def find_main(pattern: QuantOp, match: Match) -> list[relax.Var]:
+    """Return the values of a match that the pattern's operator computes."""
+    return [v for v in match.vars if match.graph.op_name(v) == pattern.op] or [match.root]
+
+
+def ask_limit(
+    row: PatternConfig, match: Match, decline: Callable[[PatternConfig, Match], Skip | None]
+) -> Skip | None:
+    """Return what a backend's check says of a match that nothing else keeps from the row."""
+    skip = None if row.check is None else decline(row, match)
+    return skip if skip is not None and skip == run_limit(row, match) else None
 
 
 def find_match(pattern: QuantOp, graph: Graph, var: relax.Var) -> Match | None:
@@ -57,12 +91,13 @@ def find_match(pattern: QuantOp, graph: Graph, var: relax.Var) -> Match | None:
 
 
 def find_obstacle(
-    pattern: QuantOp,
+    row: PatternConfig,
     match: Match,
     owners: Owners,
-    decline: Callable[[QuantOp, Match], Skip | None],
+    decline: Callable[[PatternConfig, Match], Skip | None],
 ) -> Skip | None:
     """Find why a user row did not take a match. None if another user row took it."""
+    pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
     inner = match.find_shared()
     if inner is not None:
         return Skip(
@@ -70,7 +105,7 @@ def find_obstacle(
             "operator too",
             "end the pattern at that value, or make it a part of the pattern",
         )
-    skip = decline(pattern, match)
+    skip = decline(row, match)
     if skip is not None:
         return skip
     taken = next((owners[var] for var in match.vars if var in owners), None)

@@ -22,7 +22,7 @@ from tvm.relax.dpl import (
 )
 
 from relayquant.errors import ConfigError
-from relayquant.ir.rewrite.graph import Graph, free_vars
+from relayquant.ir.rewrite.graph import Graph, free_vars, tensor_shape
 
 #: nodes of a dpl pattern for an operator or a tuple, as opposed to wildcards
 STRUCTURE = (CallPattern, TuplePattern, TupleGetItemPattern)
@@ -61,6 +61,16 @@ class Match:
             if call is not None and self.graph.op_name(var) == op_name:
                 return call
         raise KeyError(f"{op_name} is not part of the match at {self.name!r}")
+
+    def find_sizes(self, part: str) -> dict[str, int | str]:
+        """Return the sizes of a convolution's "data" or "weight" by the letters of its layout:
+        {"O": 8, "I": 4, "H": 3, "W": 3} for OIHW and HWIO. Symbolic sizes are text.
+        """
+        name = {"data": "data_layout", "weight": "kernel_layout"}[part]
+        calls = (self.graph.call_of(var) for var in self.vars)
+        layouts = (getattr(call.attrs, name, None) for call in calls if call is not None)
+        layout = next((str(layout) for layout in layouts if layout), "")
+        return dict(zip(layout, tensor_shape(self.parts[part]) or (), strict=False))
 
     def find_shared(self) -> relax.Var | None:
         """Find a value inside that is returned or read by an operator outside, or None."""

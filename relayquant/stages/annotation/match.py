@@ -27,7 +27,7 @@ from relayquant.ir.dialect.qnn.recurrent import RECURRENT_OPERATORS
 from relayquant.ir.ops import Kind, Operand, Output, QuantOp
 from relayquant.ir.ops.callbacks import run_check, run_match
 from relayquant.ir.ops.find import order_rows
-from relayquant.ir.ops.passed_over import describe_owner, find_passed_over
+from relayquant.ir.ops.passed_over import ask_limit, describe_owner, find_passed_over
 from relayquant.ir.plan import PassedOver, Plan
 from relayquant.ir.rewrite import Graph, Match, Skip
 from relayquant.ir.rewrite.function import read_sources
@@ -342,7 +342,7 @@ class _Matching:
             match = run_match(pattern, self.graph, var)
             if match is None or any(inner in self.owners for inner in match.inner):
                 continue
-            if self.decline(pattern, match) is not None:
+            if self.decline(row, match) is not None:
                 continue
             rule, qconfig = self.find_rule(match.vars, pattern.op, pattern.name)
             skip, support = find_refusal(row, match, rule, qconfig, self.backend.name)
@@ -364,9 +364,10 @@ class _Matching:
             )
             return
 
-    def decline(self, pattern: QuantOp, match: Match) -> Skip | None:
+    def decline(self, row: PatternConfig, match: Match) -> Skip | None:
         """Return why a row is not used for a match; None if it is used."""
-        skip = run_check(pattern, match)
+        pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
+        skip = run_check(row, match)
         if skip is not None or not adds_residual(pattern):
             return skip
         _, qconfig = self.find_rule(match.vars, pattern.op, pattern.name)
@@ -379,7 +380,9 @@ class _Matching:
         )
 
     def name_passed_over(self) -> list[OperatorMatch]:
-        """Return all operators, each with the user's rows that match it but were not used."""
+        """Return all operators, each with the user's rows that match it but were not used. The
+        reason of an operator in float is not repeated.
+        """
         passed = find_passed_over(self.graph, self.backend, self.takers, self.decline)
         if not passed:
             return self.operators
@@ -387,7 +390,12 @@ class _Matching:
             replace(
                 matched,
                 passed_over=tuple(
-                    dict.fromkeys(row for var in matched.vars for row in passed.get(var, ()))
+                    dict.fromkeys(
+                        row
+                        for var in matched.vars
+                        for row in passed.get(var, ())
+                        if matched.skip is None or matched.skip.reason != row.reason
+                    )
                 ),
             )
             for matched in self.operators
@@ -400,23 +408,27 @@ class _Matching:
         row's match, or says that the backend has no such row.
         """
         op, nodes = call_name(self.graph.values[var]), self.sites.nodes((var,))
-        for row in self.backend.patterns:
+        found = self.find_candidates(var, op)
+        limits = ((*each, ask_limit(*each, self.decline)) for each in found)
+        limited = next((each for each in limits if each[2] is not None), None)
+        for row, match in found if limited is None else [limited[:2]]:
             pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
             if pattern.op != op:
                 continue
-            for match in self.find_matches(pattern):
-                if var not in match.vars:
-                    continue
-                rule, qconfig = self.find_rule((var,), op, pattern.name)
-                support = Support.NOT_ASKED if qconfig is None else Support.FORM_UNSUPPORTED
-                skip = self.decline(pattern, match) or describe_owner(pattern, match, self.takers)
-                return OperatorMatch(
-                    var, (var,), op, pattern, None, None, skip, nodes, support, rule, row
-                )  # fmt: skip
+            rule, qconfig = self.find_rule((var,), op, pattern.name)
+            support = Support.NOT_ASKED if qconfig is None else Support.FORM_UNSUPPORTED
+            skip = self.decline(row, match) or describe_owner(pattern, match, self.takers)
+            return OperatorMatch(
+                var, (var,), op, pattern, None, None, skip, nodes, support, rule, row
+            )
         rule, _ = self.find_rule((var,), op, "")
         dtype = tensor_dtype(var)
         if dtype and not dtype.startswith("float"):
             skip, support = Skip(f"its result is {dtype}, not float"), Support.NOT_ASKED
+        elif limited is not None:
+            _, match, declined = limited
+            skip = replace(declined, reason=f"part of {match.name!r}: {declined.reason}")
+            support = Support.NOT_ASKED
         else:
             support = Support.NOT_ASKED
             if rule is not None and rule.qconfig is not None:
@@ -433,6 +445,17 @@ class _Matching:
                 "values, or leave it in float",
             )
         return OperatorMatch(var, (var,), op, None, None, None, skip, nodes, support, rule)
+
+    def find_candidates(self, var: relax.Var, op: str) -> list[tuple[PatternConfig, Match]]:
+        """Return the rows that would take a value, with their matches: rows of its operator, and
+        rows with a check of the backend.
+        """
+        found = []
+        for row in self.backend.patterns:
+            pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
+            if pattern.op == op or row.check is not None:
+                found += [(row, m) for m in self.find_matches(pattern) if var in m.vars]
+        return found
 
     def find_matches(self, pattern: QuantOp) -> list[Match]:
         """Return all matches of a pattern, the last of the graph first."""

@@ -217,7 +217,13 @@ def add_ledger(
         else:
             row = describe_moved(source, binding.var)
             rows.append(replace(row, accumulator=find_register(final, name)))
-    rows = [replace(row, passed_over=passed.get(row.name, ())) for row in rows]
+    rows = [
+        replace(
+            row,
+            passed_over=tuple(p for p in passed.get(row.name, ()) if p.reason != row.reason),
+        )
+        for row in rows
+    ]
     ledger = Ledger(tuple(rows), backend.name)
     described = rewrite_main(mod, lambda e, b: e.get(b.value), attrs=ledger_attrs(ledger))
     return name_integers(described)
@@ -305,7 +311,7 @@ def explain_float(graph: Graph, backend: BackendConfig, name: str) -> str:
         match = run_match(pattern, graph, var)
         if match is None:
             continue
-        skip = run_check(pattern, match)
+        skip = run_check(row, match)
         if skip is not None:
             declined = skip.reason
             continue

@@ -13,7 +13,7 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.base.qtypes import QParams, Role
-from relayquant.config import Accumulator, BackendConfig
+from relayquant.config import Accumulator, BackendConfig, PatternConfig
 from relayquant.errors import ConfigError, QnnError
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
 from relayquant.ir.ledger import Ledger, LedgerRow, find_ledger, ledger_attrs
@@ -196,19 +196,20 @@ def find_dequantized(
                 match = run_match(pattern, graph, binding.var)
                 if match is None or not taken.isdisjoint(match.vars):
                     continue
-                if decline_dequantized(pattern, match) is None:
+                if decline_dequantized(row, match) is None:
                     taken.update(match.vars)
                     yield binding.var, (pattern, match)
                     break
 
 
-def decline_dequantized(pattern: QuantOp, match: Match) -> Skip | None:
+def decline_dequantized(row: PatternConfig, match: Match) -> Skip | None:
     """Return why a row does not take a match, given the parameters in the module; None if it
     does.
     """
+    pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
     if pattern.realize is None:
         return Skip("it has no realize callback: its operators move integers as they are")
-    skip = run_check(pattern, match)
+    skip = run_check(row, match)
     if skip is not None:
         return skip
     if pattern.output is Output.OWN and find_output_qparams(match.graph, match.root) is None:
