@@ -37,12 +37,11 @@ def export(
     check_module(module)
     import torch  # pyright: ignore[reportMissingImports]
 
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     try:
         with evaluation_mode(module), torch.no_grad():
             return torch.export.export(
                 module,
-                inputs,
+                example_inputs,
                 dict(example_kwargs) if example_kwargs else None,
                 dynamic_shapes=dynamic_shapes,
             )
@@ -78,12 +77,11 @@ def load_module(
         ModelError: torch.export cannot export the module, an operator is not supported, or the
             module keeps state in Python between calls.
     """
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     shaping = {"example_kwargs": example_kwargs, "dynamic_shapes": dynamic_shapes}
     with spare_older_objects():
-        program = export(module, inputs, **shaping)
+        program = export(module, example_inputs, **shaping)
         loaded = import_torch(program, may_have_state=may_have_state)
-    check_state(module, inputs, example_kwargs)
+    check_state(module, example_inputs, example_kwargs)
     return loaded
 
 

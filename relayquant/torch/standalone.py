@@ -257,14 +257,13 @@ def finish_reference(unit: Unit) -> ReferenceModule:
 
 
 def describe_examples(
-    module: nn.Module, example_inputs: tuple[Any, ...], frees_batch: bool = False
+    module: nn.Module, inputs: tuple[Any, ...], frees_batch: bool = False
 ) -> tuple[InputInfo, ...]:
     """Describe the module's inputs by the names that its export gives the arguments of `forward`.
 
     Args:
         frees_batch: Whether first axes of more than one sample may have any size.
     """
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     names: list[str] = []
     for name, parameter in inspect.signature(module.forward).parameters.items():
         is_many = parameter.kind is inspect.Parameter.VAR_POSITIONAL

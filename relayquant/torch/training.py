@@ -113,9 +113,8 @@ def prepare_qat(
     check_module(module)
     from relayquant.torch.random_numbers import warn_random
 
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    warn_random(module, inputs, example_kwargs)
-    config, backend = prepare_custom_config, resolve_backend(backend)
+    warn_random(module, example_inputs, example_kwargs)
+    inputs, config, backend = example_inputs, prepare_custom_config, resolve_backend(backend)
     qconfig_mapping = read_mapping(qconfig_mapping, module, backend)
     is_live, is_waiting = batch_norm is BatchNorm.LIVE, calibration_dataset is None
     effort = Effort.FAST if is_waiting else resolve_effort(effort)
