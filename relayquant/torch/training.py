@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import tvm
@@ -117,6 +118,9 @@ def prepare_qat(
     inputs, config, backend = example_inputs, prepare_custom_config, resolve_backend(backend)
     qconfig_mapping = read_mapping(qconfig_mapping, module, backend)
     is_live, is_waiting = batch_norm is BatchNorm.LIVE, calibration_dataset is None
+    build = partial(
+        build_trainable, ranges=ranges, weight_ranges=weight_ranges, is_waiting=is_waiting
+    )
     effort = Effort.FAST if is_waiting else resolve_effort(effort)
     dtypes: dict[str, Any] = {}
     if config is not None:
@@ -132,15 +136,7 @@ def prepare_qat(
 
             def finish(unit: Unit) -> TrainableModule:
                 folded = find_live(unit.mod, unit.params, unit.prepared) if is_live else {}
-                return build_trainable(
-                    unit.prepared,
-                    ranges,
-                    weight_ranges,
-                    folded,
-                    unit,
-                    is_waiting=is_waiting,
-                    module=unit.opened.module,
-                )
+                return build(unit.prepared, folded=folded, unit=unit, module=unit.opened.module)
 
             settings = UnitSettings(
                 backend=backend, effort=effort, normalization=batch_norm, frees_batch=True
@@ -173,17 +169,7 @@ def prepare_qat(
                 is_plain=is_live or is_waiting,
             )
         folded = find_live(mod, params, prepared) if is_live else {}
-        return check_interface(
-            build_trainable(
-                prepared,
-                ranges,
-                weight_ranges,
-                folded,
-                form=form,
-                is_waiting=is_waiting,
-                module=module,
-            )
-        )
+        return check_interface(build(prepared, folded=folded, form=form, module=module))
 
     if dynamic_shapes is None and (freed := free_batch(inputs)) and not example_kwargs:
         try:
