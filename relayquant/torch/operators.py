@@ -21,6 +21,7 @@ from relayquant.ir.reference.relax.row import Row, bind_rows, to_ints
 from relayquant.ir.reference.relax.windows import get_window
 from relayquant.ir.reference.unary import Unary
 from relayquant.ir.rewrite.conv_view import ConvView, expand_per_axis, get_spatial_letters
+from relayquant.torch.recurrent import run_gru, run_lstm, run_rnn
 
 Tensor = torch.Tensor
 
@@ -470,4 +471,9 @@ TORCH_OPERATORS: Mapping[str, Callable[[list[Any], Any], Any]] = bind_rows(
 )
 
 #: The same for operators of the dialect on real numbers.
-DIALECT_OPERATORS: Mapping[str, Callable[[list[Any], Any], Any]] = {"qnn.dft": compute_dft}
+DIALECT_OPERATORS: Mapping[str, Callable[[list[Any], Any], Any]] = {
+    "qnn.dft": compute_dft,
+    "qnn.lstm": run_lstm,
+    "qnn.gru": run_gru,
+    "qnn.rnn": run_rnn,
+}

@@ -18,6 +18,7 @@ from tvm import relax
 from tvm.ir import Call, GenericConst
 
 from relayquant.errors import DataError, ModelError, format_count
+from relayquant.ir.dialect.qnn.recurrent import RECURRENT_OPERATORS
 from relayquant.ir.reference.frame import Frame, match_shape
 from relayquant.ir.reference.single_call import get_tensor_dtype
 from relayquant.ir.rewrite.attributes import find_unmodelled, read_attributes
@@ -28,7 +29,6 @@ from relayquant.ir.rewrite.index_limits import describe_places, find_index_limit
 from relayquant.ir.rewrite.lifetimes import find_ends
 from relayquant.stages.prepared import CalibrationGraph
 from relayquant.torch.operators import TRAINED_ROWS, find_form, follow_clamps
-from relayquant.torch.recurrent import RECURRENT_FORMS
 from relayquant.torch.submodule_cut import Placeholder
 
 #: (key of a group, channel axis, value) -> the value rounded by the group
@@ -377,7 +377,7 @@ class ProgramBuilder:
         """Make the function that computes a call of an operator."""
         operator = name.removeprefix("relax.")
         row = self.sources.get(var.name, {})
-        function = RECURRENT_FORMS.get(operator) or find_form(operator, row.get("op", ""))
+        function = find_form(operator, row.get("op", ""))
         if operator in ("clip", "nn.relu") and "clamps" in row:
             function = follow_clamps(row["clamps"])
         reason = self.explain_missing(call, operator)
@@ -387,7 +387,7 @@ class ProgramBuilder:
         if name in WEIGHTED and var.name not in self.fixed:
             for i, arg in enumerate(call.args):
                 self.note_trained(arg, (var.name, i), name)
-        if operator in RECURRENT_FORMS and var.name not in self.fixed:
+        if name in RECURRENT_OPERATORS and var.name not in self.fixed:
             self.note_trained(call.args[1], (var.name, 1), name)  # not the initial states
         attrs = SimpleNamespace(**read_attributes(call))
         readers = [self.read(arg) for arg in call.args]

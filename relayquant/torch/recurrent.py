@@ -89,11 +89,3 @@ def run_rnn(args: list[Any], attrs: Any) -> Tensor:
         return [apply_activation(attrs, 0, gates + states[0] @ weight)]
 
     return run_steps(data, lengths, attrs, [spread(hidden, data, weight)], step)
-
-
-#: Operator name without "relax." -> its torch form.
-RECURRENT_FORMS: dict[str, Callable[[list[Any], Any], Tensor]] = {
-    "qnn.lstm": run_lstm,
-    "qnn.gru": run_gru,
-    "qnn.rnn": run_rnn,
-}
