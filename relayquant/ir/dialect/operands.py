@@ -11,14 +11,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import tvm
 from tvm import relax, tirx
-from tvm.ir import Call, GenericConst
+from tvm.ir import Call
 from tvm.sym import Analyzer
 
 from relayquant.base.qtypes import INTEGER_LIMITS, Arithmetic, Rounding
 from relayquant.errors import QnnError, form_plural, format_count
-from relayquant.ir.rewrite.graph import static_size
+from relayquant.ir.rewrite.graph import constant_value, static_size
 
 
 @dataclass(frozen=True)
@@ -217,13 +216,6 @@ def check_parameter(
         )
 
 
-def get_constant(expr: Any) -> np.ndarray | None:
-    """Return the value of a constant expression, or None for any other expression."""
-    if isinstance(expr, GenericConst) and isinstance(expr.value, tvm.runtime.Tensor):
-        return expr.value.numpy()
-    return None
-
-
 def check_scale(
     scale: CheckedOperand,
     channels: Any | None = None,
@@ -233,7 +225,7 @@ def check_scale(
     """Check a scale: float32, shape () or (C,). A constant must be finite and > 0."""
     scale.check_dtype(("float32",), "Convert it to float32.")
     check_parameter(scale, channels, allows_channels, what)
-    value = get_constant(scale.expr)
+    value = constant_value(scale.expr)
     if value is not None and not (np.isfinite(value).all() and (value > 0).all()):
         bad = value[~(np.isfinite(value) & (value > 0))].flat[0]
         raise scale.fail(
@@ -253,7 +245,7 @@ def check_zero_point(
     """Check a zero point: int32, shape () or (C,). A constant must be in the range of `dtype`."""
     zero_point.check_dtype(("int32",), "Convert it to int32.")
     check_parameter(zero_point, channels, allows_channels, what)
-    value = get_constant(zero_point.expr)
+    value = constant_value(zero_point.expr)
     if value is None or dtype not in INTEGER_LIMITS:
         return
     low, high = INTEGER_LIMITS[dtype]

@@ -16,7 +16,8 @@ from tvm import relax, te, tirx
 
 from relayquant.base.qtypes import Arithmetic
 from relayquant.ir.dialect import fixed_point
-from relayquant.ir.dialect.operands import get_constant, is_single
+from relayquant.ir.dialect.operands import is_single
+from relayquant.ir.rewrite.graph import constant_value
 
 PrimExpr = Any
 
@@ -61,7 +62,7 @@ class Reader:
 
     def add(self, expr: relax.Expr) -> ReadFunc:
         """Read a parameter. A scalar constant becomes an immediate."""
-        value = get_constant(expr)
+        value = constant_value(expr)
         return self.add_tensor(expr) if value is None else self.add_array(value)
 
     def add_multiplier(
@@ -77,7 +78,7 @@ class Reader:
         index of each scale. A float multiplier is divided by `divisor` after rounding, a
         fixed-point multiplier before.
         """
-        values = [get_constant(scale) for scale in scales]
+        values = [constant_value(scale) for scale in scales]
         # A per-tensor value may have shape (1,).
         values = [v.reshape(()) if v is not None and v.size == 1 else v for v in values]
         # Operands with channels on different axes cannot share one array.

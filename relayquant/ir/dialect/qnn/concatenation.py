@@ -42,7 +42,6 @@ from relayquant.ir.dialect.operands import (
     check_modes,
     check_scale,
     check_zero_point,
-    get_constant,
     is_known_different,
     operator_name,
     scale_argument,
@@ -51,6 +50,7 @@ from relayquant.ir.dialect.operands import (
 )
 from relayquant.ir.dialect.operator import Operator, define_attrs, replace_attrs
 from relayquant.ir.dialect.parameters import Reader, compute_tensor
+from relayquant.ir.rewrite.graph import constant_value
 
 __all__ = ["concatenate"]
 
@@ -225,7 +225,7 @@ def _get_fields(builder: BlockBuilder, argument: Any) -> list[Any]:
 
 
 def _is_same_constant(left: Any, right: Any) -> bool:
-    a, b = get_constant(left), get_constant(right)
+    a, b = constant_value(left), constant_value(right)
     return a is not None and b is not None and np.array_equal(a, b)
 
 

@@ -19,7 +19,6 @@ from relayquant.ir.dialect.operands import (
     FLOATS,
     Argument,
     check_modes,
-    get_constant,
     get_operands,
     make_tensor_type,
     operator_name,
@@ -28,6 +27,7 @@ from relayquant.ir.dialect.operands import (
 )
 from relayquant.ir.dialect.operator import Operator, define_attrs
 from relayquant.ir.dialect.parameters import PrimExpr, compute_tensor
+from relayquant.ir.rewrite.graph import constant_value
 
 __all__ = ["simulated_dequantize", "simulated_quantize"]
 
@@ -123,7 +123,7 @@ def _infer_simulated(call: Call) -> Any:
         parameter.check_dtype((allowed,))
         if parameter.ndim > 1:
             raise parameter.fail(f"has rank {parameter.ndim}", "allowed: rank 0 or 1")
-    value = get_constant(dtype.expr)
+    value = constant_value(dtype.expr)
     if value is not None and not np.isin(value, tuple(SIMULATED_DTYPES)).all():
         known = ", ".join(f"{code} {name}" for code, name in SIMULATED_DTYPES.items())
         raise dtype.fail(f"holds {value}", f"allowed codes: {known}")

@@ -29,13 +29,13 @@ from relayquant.ir.dialect.operands import (
     check_modes,
     check_parameter,
     check_scalar_pairs,
-    get_constant,
     get_operands,
     make_tensor_type,
 )
 from relayquant.ir.dialect.operator import Operator, define_attrs
 from relayquant.ir.dialect.parameters import PrimExpr, Reader
 from relayquant.ir.reference.fixed_point import get_fixed_point_multiplier
+from relayquant.ir.rewrite.graph import constant_value
 
 __all__ = ["leaky_relu", "prelu"]
 
@@ -141,7 +141,7 @@ def infer_prelu(call: Call, _builder: Any) -> Any:
     channels = data.dimension(data.resolve_axis(axis, "axis"))
     slopes.check_dtype(("float32",), "Convert it to float32.")
     check_parameter(slopes, channels, True, f"index of axis {axis} of '{data.name}'")
-    value = get_constant(slopes.expr)
+    value = constant_value(slopes.expr)
     if value is not None and not np.isfinite(value).all():
         raise slopes.fail(f"holds {value[~np.isfinite(value)].flat[0]}", "allowed: finite numbers")
     return make_tensor_type(data, data.dtype or "int8")
