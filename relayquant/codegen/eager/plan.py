@@ -60,12 +60,10 @@ from relayquant.ir.rewrite.expressions import (
     static_sizes,
 )
 from relayquant.ir.rewrite.rule import (
-    OnSkip,
     Rule,
     Skip,
     decline,
     fire_first,
-    log_skip,
     make_rule,
     select_rules,
 )
@@ -99,19 +97,14 @@ def gather_tuple(frame: Frame, var: relax.Var, fields: Sequence[relax.Var]) -> N
 class Planner:
     """Finds the steps of a function.
 
-    `on_skip` gets the reason why a product or a rounding runs in numpy, and where a kernel ends.
     All steps use the same object for a variable, and for a parameter the object in `params`. A
     table finds the same object at once, but has to ask TVM whether another object is equal.
     """
 
     def __init__(
-        self,
-        params: Sequence[relax.Var],
-        func: relax.Function,
-        kernels: KernelCache,
-        on_skip: OnSkip = log_skip,
+        self, params: Sequence[relax.Var], func: relax.Function, kernels: KernelCache
     ) -> None:
-        self.graph, self.kernels, self.on_skip = FunctionGraph(func), kernels, on_skip
+        self.graph, self.kernels = FunctionGraph(func), kernels
         self.bindings, self.values = self.graph.bindings, self.graph.values
         bound = (binding.var for binding in self.bindings)
         self.objects = {var: var for var in (*params, *bound)}
@@ -131,7 +124,7 @@ class Planner:
                 continue
             rules = select_rules(EAGER_RULES, op_name(self.values[binding.var]))
             tried = ((rule, binding.var) for rule in rules)
-            fired = fire_first(tried, self, binding.var.name, self.on_skip)
+            fired = fire_first(tried, self, binding.var.name)
             if fired is not None:
                 found[fired[1].var] = fired[1]
         inner = self.claimed - set(found)
@@ -198,9 +191,7 @@ class Planner:
         if isinstance(layout, Skip):
             return layout
         start = EpilogueChain((root,), layout.axis, layout.channels)
-        chain = follow_epilogue(
-            self.graph, start, TAKES, is_free=self.is_free, on_skip=self.on_skip
-        )
+        chain = follow_epilogue(self.graph, start, TAKES, is_free=self.is_free)
         self.claimed.update(chain.vars)
         operands = (*call.args, chain.bias, chain.residual)
         reads = [expr for expr in operands if isinstance(expr, relax.Var)]

@@ -38,7 +38,7 @@ from relayquant.codegen.lowering.kernel_call import find_known
 from relayquant.ir.dialect.legality import list_calls
 from relayquant.ir.rewrite.expressions import op_name
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
-from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule
+from relayquant.ir.rewrite.rule import Skip, make_rule
 
 UPDATE = "relax.qnn.update_cache"
 
@@ -57,13 +57,11 @@ class AttentionBlock:
     bf16: Bf16Isa | None
 
 
-def lower_attention(
-    mod: tvm.IRModule, target: Target, on_skip: OnSkip = log_skip, keeps_rows: bool = False
-) -> tvm.IRModule:
+def lower_attention(mod: tvm.IRModule, target: Target, keeps_rows: bool = False) -> tvm.IRModule:
     """Replace operators of attention in every Relax function by kernels for the target.
 
-    Targets other than LLVM CPUs keep the operators. `on_skip` gets the reason for each operator
-    without a kernel. `keeps_rows`: no function may round rows to bfloat16.
+    Targets other than LLVM CPUs keep the operators. `keeps_rows`: no function may round rows to
+    bfloat16.
     """
     if target.kind.name != "llvm":
         return mod
@@ -77,7 +75,6 @@ def lower_attention(
         mod,
         ATTENTION_RULES,
         lambda block: AttentionBlock(block, isa, called, bf16),
-        on_skip=on_skip,
         in_any_block=True,
     )
 

@@ -30,7 +30,7 @@ from relayquant.ir.dialect.legality import list_calls
 from relayquant.ir.dialect.loops import OPAQUE
 from relayquant.ir.rewrite.expressions import FunctionGraph, list_reads, op_name
 from relayquant.ir.rewrite.function import add_functions
-from relayquant.ir.rewrite.rule import OnSkip, Rule, fire_first, log_skip, select_rules
+from relayquant.ir.rewrite.rule import Rule, fire_first, select_rules
 
 #: An operand of a kernel: a value of the graph, or a constant made for the kernel.
 Operand = relax.Expr | np.ndarray | Expanded
@@ -169,7 +169,6 @@ class BlockView:
         graph: The function of the block.
         bindings: The bindings of the block.
         table: Kernels and constants made for the module so far.
-        on_skip: Gets the reason why a rule declines, and where a kernel ends.
         taken: Values that a kernel already computes. For example, a sum of two products belongs to
             the kernel of one product.
         placed: Concatenation -> its inputs that kernels write in place.
@@ -178,7 +177,6 @@ class BlockView:
     graph: FunctionGraph
     bindings: Sequence[relax.Binding]
     table: KernelTable
-    on_skip: OnSkip
     taken: set[relax.Var] = field(default_factory=set)
     placed: dict[relax.Var, set[relax.Var]] = field(default_factory=dict)
 
@@ -224,7 +222,6 @@ def lower_functions(
     rules: Sequence[KernelRule[ContextT]],
     make_context: Callable[[BlockView], ContextT],
     *,
-    on_skip: OnSkip = log_skip,
     refine: Callable[[list[Lowered], BlockView], list[Lowered]] = lambda calls, _: calls,
     in_any_block: bool = False,
     only: str | None = None,
@@ -237,7 +234,6 @@ def lower_functions(
         mod: Not changed.
         rules: Tried at every value in order. The first rule that takes the value wins.
         make_context: Makes the context that rules get with each value.
-        on_skip: Gets the reason of each rule that declines.
         refine: Chooses other kernels for the calls of a block, which it sees together.
         in_any_block: Whether blocks that are not dataflow blocks, and branches, are rewritten too.
         only: Name of the one function to lower. None: all functions.
@@ -247,7 +243,7 @@ def lower_functions(
     table = KernelTable(mod)
 
     def lower_block(graph: FunctionGraph, bindings: Sequence[relax.Binding]) -> list[relax.Binding]:
-        block = BlockView(graph, bindings, table, on_skip)
+        block = BlockView(graph, bindings, table)
         calls = refine(claim_values(block, rules, make_context(block)), block)
         return BlockEmitter(block, calls).run()
 
@@ -309,7 +305,7 @@ def claim_values(
         if var in block.taken or var not in block.values:
             continue
         chosen = select_rules(rules, op_name(block.values[var]))
-        fired = fire_first(((rule, var) for rule in chosen), context, var.name, block.on_skip)
+        fired = fire_first(((rule, var) for rule in chosen), context, var.name)
         if fired is not None:
             block.claim(fired[1])
             found.append(fired[1])

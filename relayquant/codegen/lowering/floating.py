@@ -104,7 +104,7 @@ from relayquant.ir.rewrite.expressions import (
 )
 from relayquant.ir.rewrite.graph import static_size
 from relayquant.ir.rewrite.moves import list_permutation
-from relayquant.ir.rewrite.rule import OnSkip, Skip, decline, log_skip, make_rule
+from relayquant.ir.rewrite.rule import Skip, decline, make_rule
 
 #: Layouts of data and weights for the convolution kernels.
 CONV_LAYOUT = ("NHWC", "OHWI")
@@ -119,7 +119,6 @@ TAKES = float_takes(GenericConst)
 def lower_float(
     mod: IRModule,
     target: Target,
-    on_skip: OnSkip = log_skip,
     bf16: Bf16Isa | None = None,
     choose_schedule: ChooseFloatSchedule = keep_float_estimate,
 ) -> IRModule:
@@ -128,8 +127,7 @@ def lower_float(
     Convolutions and pools have to be in the layout of the kernels. If only a concatenation of
     channels reads a product, the kernel writes straight into the result of the concatenation.
     Inputs, outputs and names of the functions stay. Batch extents may be symbolic. Operators with
-    other dtypes, with dynamic inner extents, or outside dataflow blocks stay as they are; `on_skip`
-    gets the reason.
+    other dtypes, with dynamic inner extents, or outside dataflow blocks stay as they are.
 
     With `bf16`, products have operands in bfloat16 and use these instructions.
     Values that only such products read are stored in bfloat16; see `narrow_values`.
@@ -144,7 +142,6 @@ def lower_float(
         mod,
         FLOAT_RULES,
         lambda block: FloatContext(block, isa, choose_schedule),
-        on_skip=on_skip,
         refine=refine,
     )
 
@@ -332,7 +329,7 @@ class FloatContext:
         """Find the operators after a product that its kernel also computes."""
         start = EpilogueChain((root,), root.ty.ndim - 1, channels)
         block = self.block
-        return follow_epilogue(block, start, TAKES, is_free=block.is_free, on_skip=block.on_skip)
+        return follow_epilogue(block, start, TAKES, is_free=block.is_free)
 
     def find_columns(self, chain: EpilogueChain) -> tuple[relax.Var, tuple[int, int]] | None:
         """Find the concatenation that is the only reader of a kernel's result.

@@ -49,21 +49,20 @@ from relayquant.codegen.lowering.grouped_results import (
 from relayquant.codegen.lowering.kernel_call import find_known
 from relayquant.ir.dialect.legality import list_calls
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape
-from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule
+from relayquant.ir.rewrite.rule import Skip, make_rule
 
 
 def lower_grouped(
     mod: tvm.IRModule,
     target: Target,
-    on_skip: OnSkip = log_skip,
     keeps_rows: bool = False,
     rounds_floats: bool = False,
 ) -> tvm.IRModule:
     """Replace operators on grouped weights in every Relax function by kernels for the target.
 
-    Targets other than LLVM CPUs keep the operators. `on_skip` gets the reason for each operator
-    without a kernel. `keeps_rows`: no function may round rows to bfloat16 instead of 8 bits.
-    `rounds_floats`: many float rows are rounded to bfloat16, if the target has tiles for it.
+    Targets other than LLVM CPUs keep the operators. `keeps_rows`: no function may round rows to
+    bfloat16 instead of 8 bits. `rounds_floats`: many float rows are rounded to bfloat16, if the
+    target has tiles for it.
     """
     if target.kind.name != "llvm":
         return mod
@@ -75,7 +74,7 @@ def lower_grouped(
     def make_context(block: BlockView) -> GroupedBlock:
         return GroupedBlock(block, isa, is_float, rounding)
 
-    return lower_functions(mod, GROUPED_RULES, make_context, on_skip=on_skip, in_any_block=True)
+    return lower_functions(mod, GROUPED_RULES, make_context, in_any_block=True)
 
 
 @dataclass(frozen=True)

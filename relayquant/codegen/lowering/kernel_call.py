@@ -18,7 +18,6 @@ from relayquant.codegen.tuning.tuner import ChooseSchedule, keep_estimate
 from relayquant.ir.reference.fixed_point import hold_multiplier
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
-from relayquant.ir.rewrite.rule import OnSkip, log_skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +28,6 @@ class KernelContext:
     isa: Isa
     shuffle: ByteShuffle | None = None  #: byte lookup instruction, if there is one
     choose_schedule: ChooseSchedule = keep_estimate  #: chooses how a convolution is computed
-    on_skip: OnSkip = log_skip  #: gets why a rule declines, or where a kernel ends
     block: BlockView | None = None  #: the block that is lowered
     counts_threads: bool = False  #: whether kernels can ask how many threads there are
 

@@ -39,7 +39,7 @@ from relayquant.ir.rewrite.expressions import (
 )
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.ir.rewrite.moves import list_permutation
-from relayquant.ir.rewrite.rule import OnSkip, Skip, decline, log_skip, make_rule
+from relayquant.ir.rewrite.rule import Skip, decline, make_rule
 
 MATMUL = "relax.matmul"
 
@@ -52,17 +52,12 @@ class MaskedBlock:
     isa: FloatIsa
 
 
-def lower_masked_attention(
-    mod: tvm.IRModule, target: Target, on_skip: OnSkip = log_skip
-) -> tvm.IRModule:
-    """Replace attention of known sizes in every function by kernels for the target.
-
-    `on_skip` gets the reason for each product of which no kernel is made.
-    """
+def lower_masked_attention(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
+    """Replace attention of known sizes in every function by kernels for the target."""
     if target.kind.name != "llvm":
         return mod
     isa = choose_float_isa(target)
-    return lower_functions(mod, RULES, lambda block: MaskedBlock(block, isa), on_skip=on_skip)
+    return lower_functions(mod, RULES, lambda block: MaskedBlock(block, isa))
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from relayquant.codegen.lowering.engine import (
 from relayquant.codegen.lowering.kernel_call import find_known
 from relayquant.ir.dialect.qnn.recurrent import CELLS, is_left_out
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape
-from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule
+from relayquant.ir.rewrite.rule import Skip, make_rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,11 +95,10 @@ class RecurrentBlock:
     isa: Isa
 
 
-def lower_recurrent(mod: tvm.IRModule, target: Target, on_skip: OnSkip = log_skip) -> tvm.IRModule:
+def lower_recurrent(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
     """Replace recurrent layers in every Relax function by kernels for the target.
 
-    Targets other than LLVM CPUs keep the operators. `on_skip` gets the reason for each operator
-    without a kernel.
+    Targets other than LLVM CPUs keep the operators.
     """
     if target.kind.name != "llvm":
         return mod
@@ -108,7 +107,6 @@ def lower_recurrent(mod: tvm.IRModule, target: Target, on_skip: OnSkip = log_ski
         mod,
         RECURRENT_RULES,
         lambda block: RecurrentBlock(block, isa),
-        on_skip=on_skip,
         in_any_block=True,
     )
 

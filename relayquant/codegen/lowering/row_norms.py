@@ -35,7 +35,7 @@ from relayquant.ir.rewrite.expressions import (
     static_sizes,
 )
 from relayquant.ir.rewrite.graph import tensor_shape
-from relayquant.ir.rewrite.rule import OnSkip, Skip, decline, log_skip, make_rule
+from relayquant.ir.rewrite.rule import Skip, decline, make_rule
 
 QUANTIZE_ROWS = "relax.qnn.quantize_rows"
 NO_ROWS = decline("not of float32 rows of known length")
@@ -69,20 +69,17 @@ class QuantizedRows:
     keeps_result: bool
 
 
-def lower_row_norms(mod: IRModule, target: Target, on_skip: OnSkip = log_skip) -> IRModule:
+def lower_row_norms(mod: IRModule, target: Target) -> IRModule:
     """Replace norms along rows of known length, in dataflow blocks, by kernels.
 
-    Leading extents may be symbolic. Targets other than LLVM CPUs keep the operators. `on_skip` gets
-    the reason for each norm without a kernel.
+    Leading extents may be symbolic. Targets other than LLVM CPUs keep the operators.
     """
     if target.kind.name != "llvm":
         return mod
     # Rows that may be rounded to bfloat16 are multiplied by a kernel that adds a residual.
     grouped = {"relax.qnn.grouped_dense"} if has_bf16_tiles(target) else set()
     products = PRODUCTS | grouped
-    return lower_functions(
-        mod, NORM_RULES, lambda block: NormBlock(block, products), on_skip=on_skip
-    )
+    return lower_functions(mod, NORM_RULES, lambda block: NormBlock(block, products))
 
 
 def call_norm(

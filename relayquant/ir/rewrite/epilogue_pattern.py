@@ -22,7 +22,7 @@ from relayquant.ir.rewrite.expressions import (
     shape_of,
 )
 from relayquant.ir.rewrite.graph import tensor_shape
-from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip
+from relayquant.ir.rewrite.rule import Skip, log_skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,14 +94,13 @@ def follow_epilogue(
     takes: Mapping[str, Take[ChainT]],
     *,
     is_free: Callable[[relax.Var], bool] = lambda _: True,
-    on_skip: OnSkip = log_skip,
 ) -> ChainT:
     """Extend the chain as far as possible by the only reader of its last value.
 
     The reader must satisfy `is_free`, and its operator must be in `takes` and accept it.
 
-    A reader with another shape ends the chain, for example if it broadcasts the product. `on_skip`
-    is called with the reason that ended the chain.
+    A reader with another shape ends the chain, for example if it broadcasts the product. The
+    reason that ended the chain is logged.
     """
 
     def take(user: relax.Var) -> ChainT | Skip:
@@ -118,7 +117,7 @@ def follow_epilogue(
     while (user := graph.only_user(chain.last)) is not None:
         longer = take(user)
         if isinstance(longer, Skip):
-            on_skip(follow_epilogue.__name__, user.name, longer)
+            log_skip(follow_epilogue.__name__, user.name, longer)
             break
         chain = replace(longer, vars=(*chain.vars, user))
     return chain

@@ -94,7 +94,7 @@ def fire_first(
     tried: Iterable[tuple[Rule[ContextT, PlaceT, ResultT], PlaceT]],
     context: ContextT,
     name: str,
-    on_skip: OnSkip,
+    on_skip: OnSkip = log_skip,
 ) -> tuple[Rule[ContextT, PlaceT, ResultT], ResultT] | None:
     """Return the first rule that accepts its place at value `name`, and its replacement."""
     for rule, place in tried:

@@ -25,7 +25,7 @@ from relayquant.ir.rewrite.entry import name_main
 from relayquant.ir.rewrite.function import SOURCES_ATTR
 from relayquant.ir.rewrite.index_limits import LIMITS_ATTR, find_index_limits
 from relayquant.ir.rewrite.moves import MOVES
-from relayquant.ir.rewrite.rule import OnSkip, log_skip, make_rule
+from relayquant.ir.rewrite.rule import make_rule
 from relayquant.stages.preparation.cells.join import join_cells
 from relayquant.stages.preparation.channel_folding import ARITHMETIC, fold_channel_affine
 from relayquant.stages.preparation.clamp import (
@@ -168,7 +168,6 @@ def prepare_module(
     params: Mapping[str, Any] | None = None,
     *,
     keep: Collection[str] = (),
-    on_skip: OnSkip = log_skip,
     needs_finite: bool = False,
 ) -> tvm.IRModule:
     """Return the canonical form of a float module; the input is not changed.
@@ -182,7 +181,6 @@ def prepare_module(
             effects.
         params: Values to bind, by parameter name; None if they are bound already.
         keep: Names of operators on volumes that stay because the backend has rows for them.
-        on_skip: Called with each rule that declined, the place and the reason.
         needs_finite: Refuse weights and biases that are not usable numbers (`check_constants`).
 
     Raises:
@@ -201,9 +199,9 @@ def prepare_module(
         check_constants(editor, sources)
     kept = set(chain.from_iterable(VOLUME_RULES.get(op, ()) for op in keep))
     for number, rules in enumerate(PHASES):
-        apply_phase(editor, [rule for rule in rules if rule not in kept], on_skip=on_skip)
+        apply_phase(editor, [rule for rule in rules if rule not in kept])
         if not number:
-            join_cells(editor, on_skip)
+            join_cells(editor)
     editor.prune()
     if not sources:
         return share_constants(editor.build(noted))

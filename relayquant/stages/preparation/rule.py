@@ -10,7 +10,7 @@ from tvm import relax
 from tvm.ir import Call, GenericConst, Op
 
 from relayquant.ir.rewrite.editor import Editor
-from relayquant.ir.rewrite.rule import OnSkip, Rule, fire_first, select_rules
+from relayquant.ir.rewrite.rule import Rule, fire_first, select_rules
 
 #: edits of one value in a row that two rules may make before they are said to undo each other
 MOST_EDITS = 100
@@ -36,12 +36,7 @@ def kind_of(editor: Editor, var: relax.Var) -> str:
     return ALIAS if isinstance(value, relax.Var) else ""
 
 
-def apply_phase(
-    editor: Editor,
-    rules: Sequence[CanonicalRule],
-    *,
-    on_skip: OnSkip,
-) -> None:
+def apply_phase(editor: Editor, rules: Sequence[CanonicalRule]) -> None:
     """Apply rules in topological order until none fires. At each value the first of `rules` that
     fires wins.
 
@@ -59,7 +54,7 @@ def apply_phase(
                 if kind not in of_kind:
                     of_kind[kind] = select_rules(rules, kind)
                 tried = ((rule, var) for rule in of_kind[kind])
-                found = fire_first(tried, editor, editor.names[var], on_skip)
+                found = fire_first(tried, editor, editor.names[var])
                 if found is None:
                     break
                 rule, value = found

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import tvm
+from declined_rules import hear_declined
 from drawing import count_examples
 from float_models import MAP, build_model, draw_batches, residual_model
 from hypothesis import given, settings
@@ -109,16 +110,12 @@ def test_product_of_two_values__is_left_to_numpy():
 
 def heard_of(mod: tvm.IRModule) -> dict[str, set[str]]:
     """Rule -> why it declined, over the values of main."""
-    heard: dict[str, set[str]] = {}
-    main = mod["main"]
-    planner = Planner(
-        list(main.params),
-        main,
-        host_kernels(),
-        lambda rule, _, skip: heard.setdefault(rule, set()).add(skip.reason),
-    )
-    list(planner.plan())
-    return heard
+    main, reasons = mod["main"], {}
+    with hear_declined() as heard:
+        list(Planner(list(main.params), main, host_kernels()).plan())
+    for rule, _, reason in heard:
+        reasons.setdefault(rule, set()).add(reason)
+    return reasons
 
 
 @pytest.mark.parametrize(

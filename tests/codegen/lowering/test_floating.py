@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from declined_rules import hear_declined
 from tvm import relax, tirx
 from tvm.ir import Call
 from tvm.relax.backend.cpu_generic import get_default_pipeline
@@ -467,9 +468,9 @@ def test_lower_float__what_has_no_kernel_stays(shapes, why):
     arrays = [rng.standard_normal(s).astype("float32") for s in shapes]
     mod = make_module(lambda bb, x, y: bb.emit(relax.op.matmul(x, y)), *shapes)
     assert list_operators(check_same(mod, *arrays)) == ["relax.matmul"]
-    heard = []
-    lower_float(mod, TARGET, lambda rule, name, skip: heard.append((rule, skip.reason)))
-    assert heard == [("lower_matmul", why)]
+    with hear_declined() as heard:
+        lower_float(mod, TARGET)
+    assert [(rule, reason) for rule, _, reason in heard] == [("lower_matmul", why)]
 
 
 def build_attention(rows, seen, axes: list[int]) -> tvm.IRModule:

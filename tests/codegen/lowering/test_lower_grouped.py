@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from declined_rules import hear_declined
 from llama_program import compute_angles
 from tiny_llama import (
     ROWS,
@@ -79,7 +80,7 @@ def test_lower_grouped__what_no_kernel_takes_stays(compressed):
             call = rq.extend.qnn.grouped_dense(x, 1.0, codes, scale, zero, 4, 32, 32)
             y = builder.emit_output(builder.emit(call))
         builder.emit_func_output(y)
-    mod, reasons = builder.finalize(), []
-    lowered = lower_grouped(mod, resolve_target(None), lambda *told: reasons.append(told[2].reason))
-    assert reasons == ["the weight is not a constant"]
+    with hear_declined() as heard:
+        lowered = lower_grouped(builder.finalize(), resolve_target(None))
+    assert [reason for _, _, reason in heard] == ["the weight is not a constant"]
     assert "grouped_dense" in lowered.script()

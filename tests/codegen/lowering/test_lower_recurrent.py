@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tvm
 from compiled_call import run_compiled
+from declined_rules import hear_declined
 from tvm import relax
 
 import relayquant as rq
@@ -85,9 +86,9 @@ def test_recurrent__without_a_kernel():
     """One number for all samples is rare: the plain loops take it."""
     x, weight = draw("rnn")
     mod = make_main("rnn", weight, x.shape, hidden=0.5)
-    reasons = []
-    lower_recurrent(mod, resolve_target(None), lambda *told: reasons.append(told[2].reason))
-    assert reasons == ["operand 'hidden' is one number for all samples"]
+    with hear_declined() as heard:
+        lower_recurrent(mod, resolve_target(None))
+    assert [reason for _, _, reason in heard] == ["operand 'hidden' is one number for all samples"]
     found, expected = run_compiled(make_layer("rnn", weight, hidden=0.5), x)
     np.testing.assert_array_equal(found, expected)
 

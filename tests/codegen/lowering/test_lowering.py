@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from declined_rules import hear_declined
 from tvm import relax, te
 
 from relayquant.codegen.kernels.in_place import STORES_ONCE
@@ -56,11 +57,10 @@ class Sums:
 
 
 def lower(mod, **options):
-    sums, heard = Sums(), []
-    lowered = lower_functions(
-        mod, sums.rules, lambda block: block, on_skip=lambda *told: heard.append(told), **options
-    )
-    return lowered, sums.built, [(name, skip.reason) for _, name, skip in heard]
+    sums = Sums()
+    with hear_declined() as heard:
+        lowered = lower_functions(mod, sums.rules, lambda block: block, **options)
+    return lowered, sums.built, [told[1:] for told in heard]
 
 
 def list_values(expr):

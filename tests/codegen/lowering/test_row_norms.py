@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from declined_rules import hear_declined
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from tiny_llama import ROWS, list_calls, make_llama
@@ -92,12 +93,10 @@ def list_names(mod):
 
 
 def lower(mod):
-    reasons = []
-    lowered = lower_row_norms(
-        mod, resolve_target(None), lambda *told: reasons.append(told[2].reason)
-    )
+    with hear_declined() as heard:
+        lowered = lower_row_norms(mod, resolve_target(None))
     relax.analysis.well_formed(lowered)
-    return lowered, reasons
+    return lowered, [reason for _, _, reason in heard]
 
 
 def run(mod, x):

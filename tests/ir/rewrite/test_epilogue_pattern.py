@@ -7,13 +7,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from declined_rules import hear_declined
 from float_models import build_model
 from tvm import relax
 from tvm.relax import op
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relayquant.ir.rewrite import Graph, Skip
+from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.epilogue_pattern import EpilogueChain, float_takes, follow_epilogue
 from relayquant.ir.rewrite.expressions import FunctionGraph
 
@@ -27,13 +28,10 @@ def follow(
     """The chain of the value "product" of main, and why it ends ("" if nothing reads its end)."""
     graph = Graph(mod) if view is Graph else FunctionGraph(mod["main"])
     (root,) = [binding.var for binding in graph.bindings if binding.var.name == "product"]
-    reasons = [""]
-
-    def on_skip(_: str, name: str, skip: Skip) -> None:
-        reasons.append(f"{name}: {skip.reason}")
-
     chain = EpilogueChain((root,), root.ty.ndim - 1, int(root.ty.shape.values[-1]))
-    return follow_epilogue(graph, chain, takes, on_skip=on_skip, **options), reasons[-1]
+    with hear_declined() as heard:
+        chain = follow_epilogue(graph, chain, takes, **options)
+    return chain, ": ".join(heard[-1][1:]) if heard else ""
 
 
 def names(chain: EpilogueChain) -> list[str]:

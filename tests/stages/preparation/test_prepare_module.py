@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import tvm
+from declined_rules import hear_declined
 from float_models import as_main
 from tvm import relax
 from tvm.script import ir as I
@@ -249,9 +250,9 @@ def test_prepare_module__says_why_a_rule_did_not_fire():
                 R.output(out)
             return out
 
-    heard = []
-    prepare_module(Before, on_skip=lambda rule, name, skip: heard.append((rule, name, skip)))
-    trace = {f"{rule} at {name}: {skip.reason}" for rule, name, skip in heard}
+    with hear_declined() as heard:
+        prepare_module(Before)
+    trace = {f"{rule} at {name}: {reason}" for rule, name, reason in heard}
     print(*sorted(trace), sep="\n")
     assert "fold_pad at conv: the pads are not 0" in trace
     assert "canonicalize_clamp at out: it is canonical" in trace

@@ -20,6 +20,7 @@ from relayquant.codegen.lowering.integer.elementwise import read_quantize
 from relayquant.codegen.lowering.integer.epilogue import IntegerEpilogueChain
 from relayquant.codegen.lowering.kernel_call import KernelContext, multiplier, vector
 from relayquant.ir.rewrite import Skip
+from relayquant.ir.rewrite.rule import log_skip
 
 #: Bound of finite numbers, with room for a rounding of each step.
 LARGEST = 2.0**126
@@ -47,7 +48,7 @@ def follow_quantized_curve(
         return chain
     found = read_quantize(context, quantize)
     if isinstance(found, Skip):
-        context.on_skip(follow_quantized_curve.__name__, quantize.name, found)
+        log_skip(follow_quantized_curve.__name__, quantize.name, found)
         return chain
     vars_, quantized = found
     curve, factor = curve.split_factor()
@@ -57,7 +58,7 @@ def follow_quantized_curve(
     bounds.append(bounds[-1] * float(np.abs(after).max(initial=0)))
     if not max(bounds) <= LARGEST:
         skip = Skip("a result of the curve may be infinite")
-        context.on_skip(follow_quantized_curve.__name__, quantize.name, skip)
+        log_skip(follow_quantized_curve.__name__, quantize.name, skip)
         return chain
     both = np.stack([np.broadcast_to(each, chain.channels) for each in (chain.multiplier, after)])
     return replace(

@@ -266,7 +266,7 @@ def follow_product(
     """
     # Each target with fused multiply-adds rounds float32 by an instruction.
     chain = IntegerEpilogueChain((var,), var.ty.ndim - 1, channels, rounds=context.isa.has_fma)
-    return follow_epilogue(context.graph, chain, takes, on_skip=context.on_skip).bounded()
+    return follow_epilogue(context.graph, chain, takes).bounded()
 
 
 def absorb_clip(
@@ -275,5 +275,5 @@ def absorb_clip(
     """Return `var` and a clip after it, and the epilogue that requantizes to them."""
     epilogue = Epilogue(Store.REQUANTIZE, tensor_dtype(var), int(zero_point))
     chain = IntegerEpilogueChain((var,), var.ty.ndim - 1, 1, epilogue=epilogue)
-    chain = follow_epilogue(context.graph, chain, CLIP_TAKES, on_skip=context.on_skip).bounded()
+    chain = follow_epilogue(context.graph, chain, CLIP_TAKES).bounded()
     return chain.vars, chain.epilogue

@@ -27,7 +27,6 @@ from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.constants import count_constant_bytes
 from relayquant.ir.rewrite.function import is_one_block
-from relayquant.ir.rewrite.rule import OnSkip, log_skip
 from relayquant.ir.rewrite.walker import tidy_module
 
 KERNEL_RULES: tuple[IntegerRule, ...] = (*LINEAR_RULES, *ELEMENTWISE_RULES)
@@ -73,18 +72,14 @@ def call_kernels(
     isa: Isa,
     shuffle: ByteShuffle | None = None,
     rules: Sequence[IntegerRule] = KERNEL_RULES,
-    on_skip: OnSkip = log_skip,
     choose_schedule: ChooseSchedule = keep_estimate,
     counts_threads: bool = False,
 ) -> tvm.IRModule:
-    """Replace every chain that a rule takes by one `call_tir`.
-
-    `on_skip` gets the reason why a rule declines, and where a chain ends.
-    """
+    """Replace every chain that a rule takes by one `call_tir`."""
     graph = Graph(mod)
 
     def make_context(block: BlockView) -> KernelContext:
-        return KernelContext(graph, isa, shuffle, choose_schedule, on_skip, block, counts_threads)
+        return KernelContext(graph, isa, shuffle, choose_schedule, block, counts_threads)
 
     def share(calls: list[Lowered], _: BlockView) -> list[Lowered]:
         # Only products take long to compile. The others are faster if LLVM knows the numbers.
@@ -92,7 +87,5 @@ def call_kernels(
         shared = dict(zip(products, share_kernels(products), strict=True))
         return [shared.get(call, call) for call in calls]
 
-    lowered = lower_functions(
-        graph.mod, rules, make_context, on_skip=on_skip, refine=share, only="main"
-    )
+    lowered = lower_functions(graph.mod, rules, make_context, refine=share, only="main")
     return tidy_module(lowered)

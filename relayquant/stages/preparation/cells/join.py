@@ -11,15 +11,15 @@ with a reason.
 from __future__ import annotations
 
 from relayquant.ir.rewrite.editor import Editor
-from relayquant.ir.rewrite.rule import OnSkip, Skip
+from relayquant.ir.rewrite.rule import Skip, log_skip
 from relayquant.stages.preparation.cells.chain import find_chain, gather_steps, reads_itself
 from relayquant.stages.preparation.cells.linear import whole
 from relayquant.stages.preparation.cells.steps import KINDS, CellReader
 from relayquant.stages.preparation.cells.write import ChainWriter
 
 
-def join_cells(editor: Editor, on_skip: OnSkip) -> bool:
-    """Join all unrolled layers. Returns whether there was one."""
+def join_cells(editor: Editor) -> None:
+    """Join all unrolled layers."""
     reader, chains, taken = CellReader(editor), [], set()
     for var in editor.order():  # sums of hundreds of terms are read without recursion
         rows = whole(var)
@@ -38,7 +38,7 @@ def join_cells(editor: Editor, on_skip: OnSkip) -> bool:
                 continue
             chain = find_chain(editor, reader, kind, steps)
             if isinstance(chain, Skip):
-                on_skip("join_cells", editor.names[var], chain)
+                log_skip("join_cells", editor.names[var], chain)
             else:
                 steps = chain.steps
                 chains.append(chain)
@@ -46,7 +46,6 @@ def join_cells(editor: Editor, on_skip: OnSkip) -> bool:
     for chain in chains:
         if reads_itself(editor, chain):  # now that other layers are joined
             reason = Skip("an input depends on the state of a step before, by another layer")
-            on_skip("join_cells", editor.names[chain.steps[-1].hidden], reason)
+            log_skip("join_cells", editor.names[chain.steps[-1].hidden], reason)
         else:
             ChainWriter(editor, chain).write()
-    return bool(chains)
