@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,21 +25,11 @@ class KernelContext:
     """The graph that is lowered, and the instructions its kernels use."""
 
     graph: Graph
+    block: BlockView  #: the block that is lowered
     isa: Isa
     shuffle: ByteShuffle | None = None  #: byte lookup instruction, if there is one
     choose_schedule: ChooseSchedule = keep_estimate  #: chooses how a convolution is computed
-    block: BlockView | None = None  #: the block that is lowered
     counts_threads: bool = False  #: whether kernels can ask how many threads there are
-
-    @property
-    def taken(self) -> Set[relax.Var]:
-        """Values that a kernel computes already."""
-        return frozenset() if self.block is None else self.block.taken
-
-    @property
-    def placed(self) -> Mapping[relax.Var, Set[relax.Var]]:
-        """Concatenation -> its inputs that kernels write in place."""
-        return {} if self.block is None else self.block.placed
 
     def next(self, var: relax.Var, *ops: str) -> relax.Var | None:
         """Return the only reader of `var` if it is one of these operators."""

@@ -15,6 +15,7 @@ from relayquant.codegen.eager.product import ProductStep
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.lowering import floating
+from relayquant.codegen.lowering.engine import BlockView, KernelTable
 from relayquant.codegen.lowering.integer.epilogue import UNBIASED_TAKES, follow_product
 from relayquant.codegen.lowering.kernel_call import KernelContext
 from relayquant.codegen.rewrites.layout import convert_layout
@@ -58,9 +59,15 @@ def take_eager(mod: tvm.IRModule) -> Taken:
     return summarize(FunctionGraph(mod["main"]), chains)
 
 
+def make_context(mod: tvm.IRModule) -> KernelContext:
+    graph = Graph(mod)
+    block = BlockView(FunctionGraph(graph.func), graph.bindings, KernelTable(mod))
+    return KernelContext(graph, block, select_isa(TARGET))
+
+
 def take_integer(mod: tvm.IRModule) -> Taken:
     qmod = rq.quantize(mod, None, draw_batches(mod, 4), effort="fast", guard=rq.config.Guard.OFF)
-    context = KernelContext(Graph(convert_layout(qmod)), select_isa(TARGET))
+    context = make_context(convert_layout(qmod))
     chains = [
         follow_product(context, var, int(var.ty.shape.values[-1]))
         for var in context.graph.values
@@ -143,7 +150,7 @@ def sums_model(*readers) -> tvm.IRModule:
 
 
 def follow(mod: tvm.IRModule, channels: int = 4, **options):
-    context = KernelContext(Graph(mod), select_isa(TARGET))
+    context = make_context(mod)
     return follow_product(context, context.graph.vars["sums"], channels, **options)
 
 

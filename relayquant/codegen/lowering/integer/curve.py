@@ -35,7 +35,7 @@ def follow_quantized_curve(
 
     Returns the chain as it is, where the values behind it are others.
     """
-    if context.block is None or chain.epilogue.output is not Store.DEQUANTIZE:
+    if chain.epilogue.output is not Store.DEQUANTIZE:
         return chain
     if chain.is_bounded or chain.multiplier is None:
         return chain
@@ -77,7 +77,7 @@ def follow_factors(
     Returns the values with it, and the numbers: ones without it.
     """
     scaled = context.next(inside[-1], "relax.multiply")
-    if scaled is not None and context.block is not None and context.block.is_free(scaled):
+    if scaled is not None and context.block.is_free(scaled):
         behind = replace(chain, vars=(*chain.vars, *inside))
         other = behind.other_operand(context.call(scaled))
         factors = vector(other, chain.channels) if behind.is_per_channel(other) else None

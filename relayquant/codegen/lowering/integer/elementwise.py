@@ -289,7 +289,7 @@ def lower_lookup(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 def lower_concatenate(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """Lower qnn.concatenate of a literal tuple."""
     call = context.call(var)
-    if var in context.placed:
+    if var in context.block.placed:
         return decline("kernels write all of it")
     if not all(isinstance(arg, relax.Tuple) for arg in call.args[:3]):
         return Skip("the operands are not a literal tuple")
@@ -317,7 +317,7 @@ def copy_parts(context: KernelContext, concat: relax.Var) -> Lowered | Skip:
 
     Only if kernels write the others; see `find_columns`.
     """
-    placed, shape = context.placed.get(concat), split_batch(concat)
+    placed, shape = context.block.placed.get(concat), split_batch(concat)
     if placed is None or shape is None:
         return decline("no kernel writes a part of it")
     parts, sizes = context.call(concat).args[0].fields, []
@@ -410,7 +410,7 @@ def unless_fused(
 
     @wraps(lower)
     def rewrite(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-        if is_fused(context.graph, var, context.taken):
+        if is_fused(context.graph, var, context.block.taken):
             return decline("few values, fused with its neighbours")
         return lower(context, var)
 

@@ -79,7 +79,7 @@ def call_kernels(
     graph = Graph(mod)
 
     def make_context(block: BlockView) -> KernelContext:
-        return KernelContext(graph, isa, shuffle, choose_schedule, block, counts_threads)
+        return KernelContext(graph, block, isa, shuffle, choose_schedule, counts_threads)
 
     def share(calls: list[Lowered], _: BlockView) -> list[Lowered]:
         # Only products take long to compile. The others are faster if LLVM knows the numbers.
