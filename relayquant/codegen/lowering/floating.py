@@ -78,6 +78,7 @@ from relayquant.codegen.kernels.floating.tile import (
 from relayquant.codegen.kernels.integer.pool import MaxPool2d, build_max_pool2d
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
 from relayquant.codegen.kernels.windows import ConvWindows
+from relayquant.codegen.lowering.concat import find_columns, list_missing
 from relayquant.codegen.lowering.curve import follow_curve
 from relayquant.codegen.lowering.engine import (
     BlockView,
@@ -275,22 +276,6 @@ def read_conv2d_transpose(call: Call) -> FloatConv2dTranspose | Skip:
     )
 
 
-def find_extents(concat: Call) -> list[int] | None:
-    """Read the extents that a float32 concatenation puts side by side along the last axis.
-
-    None for any other concatenation.
-    """
-    parts = concat.args[0]
-    if op_name(concat) != "relax.concat" or not isinstance(parts, relax.Tuple):
-        return None
-    if concat.attrs.axis is None or not all(is_float32(part) for part in parts.fields):
-        return None
-    shapes = [shape_of(part) for part in parts.fields]
-    if int(concat.attrs.axis) not in (-1, len(shapes[0]) - 1):
-        return None
-    return static_sizes([shape[-1] for shape in shapes])
-
-
 @dataclass(frozen=True, eq=False)
 class FloatContext:
     """Context of the float rules: a block, the instruction set and symbolic extents."""
@@ -331,25 +316,11 @@ class FloatContext:
         block = self.block
         return follow_epilogue(block, start, TAKES, is_free=block.is_free)
 
-    def find_columns(self, chain: EpilogueChain) -> tuple[relax.Var, tuple[int, int]] | None:
-        """Find the concatenation that is the only reader of a kernel's result.
-
-        Returns:
-            The concatenation, and the first column of the result in it with the total number of
-                columns.
-        """
-        concat = self.block.only_user(chain.last)
-        call = self.block.call_of(concat) if concat is not None else None
-        extents = find_extents(call) if call is not None and chain.residual is None else None
-        if concat is None or call is None or extents is None:
-            return None
-        at = next(i for i, part in enumerate(call.args[0].fields) if part.same_as(chain.last))
-        return concat, (sum(extents[:at]), sum(extents))
-
     def choose_epilogue(self, chain: EpilogueChain) -> tuple[relax.Var | None, FloatEpilogue]:
         """Choose the epilogue of a product, and the concatenation that its kernel writes into."""
-        concat, columns = self.find_columns(chain) or (None, None)
         bias, residual = chain.bias is not None, chain.residual is not None
+        found = None if residual else find_columns(self.block, chain.last, "relax.concat")
+        concat, columns = found or (None, None)
         return concat, FloatEpilogue(bias, residual, chain.low, chain.high, columns)
 
     def pack_at_run_time(
@@ -653,25 +624,15 @@ def read_axes(context: FloatContext, operand: relax.Expr) -> tuple[int, ...] | N
 
 
 def copy_parts(context: FloatContext, concat: relax.Var) -> Lowered | Skip:
-    """Copy those inputs of a concatenation that no kernel writes in place.
-
-    Only if kernels write the others.
-    """
-    call = context.block.values[concat]
-    placed = context.block.placed.get(concat)
-    extents = find_extents(call)
-    if placed is None or extents is None:
-        return decline("no kernel writes a part of it")
-    first, copies = 0, list[Lowered]()
-    for part, extent in zip(call.args[0].fields, extents, strict=True):
-        if part not in placed:
-            leading = tuple(context.symbol(size) for size in shape_of(part)[:-1])
-            spec = FloatCopy((*leading, extent), (first, sum(extents)))
-            kernel = context.make_kernel("float_copy", spec)
-            copies.append(Lowered((concat,), kernel, (part,), concat=concat))
-        first += extent
-    if not copies:
-        return decline("kernels write all of it")
+    """Copy those inputs of a concatenation that no kernel writes in place; see `list_missing`."""
+    missing = list_missing(context.block, concat)
+    if isinstance(missing, Skip):
+        return missing
+    *leading, total = map(context.symbol, shape_of(concat))
+    copies = list[Lowered]()
+    for part, (first, size) in missing:
+        kernel = context.make_kernel("float_copy", FloatCopy((*leading, size), (first, total)))
+        copies.append(Lowered((concat,), kernel, (part,), concat=concat))
     return replace(copies[-1], before=tuple(copies[:-1]))
 
 

@@ -11,7 +11,7 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.codegen.kernels.conv_shape import JoinedSlices
-from relayquant.codegen.lowering.integer.concat import is_plain_concat
+from relayquant.codegen.lowering.concat import is_plain_concat
 from relayquant.ir.rewrite.expressions import op_name, shape_of, static_sizes
 from relayquant.ir.rewrite.graph import tensor_shape
 

@@ -51,6 +51,7 @@ from relayquant.codegen.kernels.integer.pool import (
     build_mean,
     most_values,
 )
+from relayquant.codegen.lowering.concat import list_missing
 from relayquant.codegen.lowering.engine import Lowered
 from relayquant.codegen.lowering.integer.epilogue import absorb_clip
 from relayquant.codegen.lowering.kernel_call import (
@@ -313,23 +314,14 @@ def lower_concatenate(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 
 
 def copy_parts(context: KernelContext, concat: relax.Var) -> Lowered | Skip:
-    """Copy those inputs of a concatenation that no kernel writes in place.
-
-    Only if kernels write the others; see `find_columns`.
-    """
-    placed, shape = context.block.placed.get(concat), split_batch(concat)
-    if placed is None or shape is None:
-        return decline("no kernel writes a part of it")
-    parts, sizes = context.call(concat).args[0].fields, []
-    for part in parts:
-        sizes.append((sum(size for _, size in sizes), int(part.ty.shape[-1])))
-    left = [i for i, part in enumerate(parts) if part not in placed]
-    if not left:
-        return decline("kernels write all of it")
+    """Copy those inputs of a concatenation that no kernel writes in place; see `list_missing`."""
+    missing, shape = list_missing(context.block, concat), split_batch(concat)
+    if isinstance(missing, Skip) or shape is None:
+        return missing if isinstance(missing, Skip) else decline("an inner extent is symbolic")
     is_symbolic, (*leading, total) = shape
-    columns = tuple(sizes[i] for i in left)
+    operands, columns = zip(*missing, strict=True)
     spec = CopyColumns(tuple(leading), tensor_dtype(concat), columns, total)
-    build, operands = partial(build_copy_columns, spec), [parts[i] for i in left]
+    build = partial(build_copy_columns, spec)
     return replace(call_built((concat,), build, operands, is_symbolic), concat=concat)
 
 

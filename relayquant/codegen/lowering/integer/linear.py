@@ -23,8 +23,8 @@ from relayquant.codegen.kernels.integer.product import DIRECT, choose_product
 from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, Dense, PackedWeights
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.windows import ConvWindows
+from relayquant.codegen.lowering.concat import find_columns
 from relayquant.codegen.lowering.engine import Lowered
-from relayquant.codegen.lowering.integer.concat import find_columns
 from relayquant.codegen.lowering.integer.curve import follow_quantized_curve
 from relayquant.codegen.lowering.integer.elementwise import make_window, reads_nhwc
 from relayquant.codegen.lowering.integer.epilogue import (
@@ -170,7 +170,8 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
         return make_call(linear, data, chain, packed, partial(product.build, f"{name}_max_pool2d"))
     concat = None
     if not (spec.is_depthwise or chain.residuals):
-        concat, columns = find_columns(context.graph, chain.vars[-1]) or (None, None)
+        found = find_columns(context.block, chain.last, "relax.qnn.concatenate")
+        concat, columns = found or (None, None)
         spec = replace(spec, columns=columns)
     product = choose_product(spec, isa, schedule)
     packed = product.pack(Constants(weight, chain.offsets, chain.multiplier))
