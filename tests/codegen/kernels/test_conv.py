@@ -589,7 +589,7 @@ def test_pack_conv2d__multiplier_that_is_not_small():
 @pytest.mark.parametrize("tiles", [1, 3, 7, 64])
 def test_plan_prefetch__covers_the_next_panel_and_nothing_else(isa, tiles):
     plan = ConvPlan(Conv2d(1, 7, 7, 36, 160, (3, 3)), isa)
-    place = Placement((0, 0), (7, 7), (1, 1), (0, 0), 0, 0)
+    place = Placement((7, 7))
     size, words = plan.panel_vectors * isa.weight_vector, plan.panel_vectors // plan.tile.blocks
     for panel in range(plan.panels):
         fetched = np.zeros(plan.weight_size, bool)
@@ -625,7 +625,7 @@ def test_build_conv2d__fetches_large_weights_ahead():
 def test_plan_pixel_prefetch__covers_the_pixels_of_the_next_tile(isa, order):
     plan = ConvPlan(Conv2d(4, 28, 28, 512, 96, (1, 1)), isa)
     size = plan.tile.cols * plan.spec.in_channels
-    place = Placement((0, 0), (1, 28 * 28 * 4), (1, 1), (0, 0), 0, 0)
+    place = Placement((1, 28 * 28 * 4))
     image = Image(None, 1, 28 * 28 * 4)
     fetched = np.zeros(3 * size, bool)
     for panel in range(plan.panels):

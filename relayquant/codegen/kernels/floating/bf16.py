@@ -273,7 +273,7 @@ def make_bf16_conv2d(
 
 def emit_bf16_products(plan: Bf16Plan, image: Image, operands: Operands, threads: bool) -> None:
     """Emit the products over a rounded image, and the stores of their sums."""
-    place = Placement((0, 0), plan.pixel_grid[1:], (1, 1), (0, 0), 0, 0)
+    place = Placement(plan.pixel_grid[1:])
     if isinstance(plan, Bf16TiledPlan):
         emit_tiled(plan, image, operands, threads, place, FLOATS)
     else:

@@ -262,7 +262,7 @@ def emit_tile(
     """
     spec = plan.spec
     image = Image(operands.data, 1, spec.width)
-    place = Placement((0, 0), (1, spec.width), (1, 1), (0, 0), 0, 0)
+    place = Placement((1, spec.width))
     at = replace(
         locate_tile(plan, image, place, *[T.int64(0)] * 4, panel),
         origin=T.int64(0),

@@ -66,12 +66,12 @@ class Placement:
     `origin` in the input. `first_weight` counts weight vectors, `first_channel` lanes.
     """
 
-    origin: tuple[int, int]
     size: tuple[int, int]
-    stride: tuple[int, int]
-    offset: tuple[int, int]
-    first_weight: int
-    first_channel: int
+    origin: tuple[int, int] = (0, 0)
+    stride: tuple[int, int] = (1, 1)
+    offset: tuple[int, int] = (0, 0)
+    first_weight: int = 0
+    first_channel: int = 0
 
 
 @dataclass(frozen=True)

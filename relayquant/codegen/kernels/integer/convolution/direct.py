@@ -132,7 +132,7 @@ def emit_convolution(
     `store` None: `store_integers`. Plans for a matrix unit take no other.
     """
     images, n_rows, n_cols = plan.pixel_grid
-    placement = placement or Placement((0, 0), (n_rows, n_cols), (1, 1), (0, 0), 0, 0)
+    placement = placement or Placement((n_rows, n_cols))
     if isinstance(plan, TiledPlan):
         emit_tiled(plan, image, operands, threads, placement)
         return

@@ -158,7 +158,7 @@ class PooledRows:
 
     @cached_property
     def place(self) -> Placement:
-        return Placement((0, 0), self.plan.pixel_grid[1:], (1, 1), (0, 0), 0, 0)
+        return Placement(self.plan.pixel_grid[1:])
 
     @cached_property
     def pitch(self) -> int:

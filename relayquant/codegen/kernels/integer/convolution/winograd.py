@@ -402,7 +402,7 @@ def emit_products(
         panel = T.bind(own.first + index)
         first = T.bind(T.min(step * tile.cols, tiles - tile.cols))
         weights = point * (product.panels * product.panel_vectors)
-        place = Placement((0, 0), (1, product.spec.width), (1, 1), (0, 0), weights, 0)
+        place = Placement((1, product.spec.width), first_weight=weights)
         at = replace(
             locate_tile(product, image, place, *[T.int32(0)] * 4, panel),
             origin=origin + point * plan.input_stride + first * channels,

@@ -48,7 +48,7 @@ PREFETCH_SHARING = 2
 #: Fewest rows for the unit. They fill at least one vector of packed results.
 FEWEST_ROWS = 4
 #: Rows are one line of pixels. `SumBlock` says which.
-PLACE = Placement((0, 0), (1, 1), (1, 1), (0, 0), 0, 0)
+PLACE = Placement((1, 1))
 
 
 def plan_tiled_rows(spec: Conv2d, isa: Isa) -> TiledPlan | None:
