@@ -32,7 +32,6 @@ from relayquant.codegen.kernels.floating.tile import (
     FLOAT_BYTES,
     PARALLEL_MACS,
     Ahead,
-    Buffer,
     Expr,
     FloatEpilogue,
     FloatIsa,
@@ -166,7 +165,7 @@ def make_dense_tile(
             emit_prefetch(x, (rows[0] + len(rows)) * inner + k * line, level=1)
 
         results = (
-            operands.residual,
+            operands,
             epilogue,
             [place(row) for row in rows],
             [first_channel + start for start in starts],
@@ -178,8 +177,8 @@ def make_dense_tile(
             x,
             weight,
             reduce,
-            finish_into(operands.result, operands.bias, *results, isa.lanes),
-            touch=touch_results(operands.result, *results),
+            finish_into(*results, isa.lanes),
+            touch=touch_results(*results),
             ahead=fetch_next,
         )
 
@@ -283,9 +282,7 @@ def emit_row_tiles(rows: Expr, panels: Panels, tile: GemmTile, threads: bool) ->
 
 
 def finish_into(
-    y: Buffer,
-    bias: Buffer | None,
-    residual: Buffer | None,
+    operands: FloatOperands,
     epilogue: FloatEpilogue,
     rows: list[Expr],
     channels: list[Expr],
@@ -294,29 +291,27 @@ def finish_into(
 ) -> Callable[[int, int, Expr], None]:
     """Return a function that stores a tile.
 
-    rows[i] is the offset of a row in `y` and `residual`. `bf16` rounds results that are stored as
-    bfloat16.
+    rows[i] is the offset of a row in the result and the residual. `bf16` rounds results that are
+    stored as bfloat16.
 
     The bias is added to the finished sum. In a sum that starts with a large bias, each step would
     round to the bias's last bit.
     """
+
+    bias, residual = operands.bias, operands.residual
 
     def finish(row: int, block: int, value: Expr) -> None:
         at = rows[row] + channels[block] + epilogue.first
         if bias is not None:
             value = value + load_vector(bias, channels[block], lanes)
         added = load_floats(residual, at, lanes) if residual is not None else None
-        store_floats(y, epilogue.finish(value, added, lanes), at, lanes, bf16)
+        store_floats(operands.result, epilogue.finish(value, added, lanes), at, lanes, bf16)
 
     return finish
 
 
 def touch_results(
-    y: Buffer,
-    residual: Buffer | None,
-    epilogue: FloatEpilogue,
-    rows: list[Expr],
-    channels: list[Expr],
+    operands: FloatOperands, epilogue: FloatEpilogue, rows: list[Expr], channels: list[Expr]
 ) -> Callable[[int, int], None]:
     """Return a function that prefetches what `finish_into` reads and writes.
 
@@ -325,9 +320,9 @@ def touch_results(
 
     def touch(row: int, block: int) -> None:
         at = rows[row] + channels[block] + epilogue.first
-        emit_prefetch(y, at, level=1, write=True)
-        if residual is not None:
-            emit_prefetch(residual, at, level=1)
+        emit_prefetch(operands.result, at, level=1, write=True)
+        if operands.residual is not None:
+            emit_prefetch(operands.residual, at, level=1)
 
     return touch
 
@@ -359,6 +354,7 @@ def make_batch_matmul(
             ("w", (inner, outputs) if spec.shared else (*spec.batch, inner, outputs)),
             ("y", (*spec.batch, rows, outputs)),
         )
+        operands = FloatOperands(x, weight, None, None, y)
 
         def tile(batch: Expr, members: list[Expr], starts: list[Expr]) -> None:
             base = 0 if spec.shared else batch * (inner * outputs)
@@ -375,7 +371,7 @@ def make_batch_matmul(
                 x,
                 weight,
                 reduce,
-                finish_into(y, None, None, FloatEpilogue(), targets, starts, isa.lanes),
+                finish_into(operands, FloatEpilogue(), targets, starts, isa.lanes),
                 prefetch=False,
             )
 

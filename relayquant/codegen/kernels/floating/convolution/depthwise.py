@@ -95,16 +95,7 @@ def emit_row(
                 add_row(ky, row)
         out = ((n * oh + oy) * ow + ox) * pitch
         targets = [out + c * pitch for c in range(count)]
-        finish = finish_into(
-            operands.result,
-            operands.bias,
-            operands.residual,
-            spec.epilogue,
-            targets,
-            [channel],
-            lanes,
-            isa.bf16,
-        )
+        finish = finish_into(operands, spec.epilogue, targets, [channel], lanes, isa.bf16)
         for c, acc in enumerate(accumulators):
             finish(c, 0, load_vector(acc, 0, lanes))
 

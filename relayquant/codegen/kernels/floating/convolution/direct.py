@@ -284,7 +284,7 @@ class ConvTiles:
                 )
 
         absolute = [group * spec.group_out + start for start in starts]
-        results = operands.residual, spec.epilogue, self.list_targets(pixel), absolute
+        results = operands, spec.epilogue, self.list_targets(pixel), absolute
         emit_tile(
             self.isa,
             self.list_sources(pixel, group),
@@ -292,8 +292,8 @@ class ConvTiles:
             operands.data,
             operands.weight,
             reduce,
-            finish_into(operands.result, operands.bias, *results, lanes),
-            touch=touch_results(operands.result, *results),
+            finish_into(*results, lanes),
+            touch=touch_results(*results),
         )
 
 

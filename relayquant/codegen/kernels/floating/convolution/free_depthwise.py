@@ -173,14 +173,6 @@ def emit_columns(
                     add_tap(source, ky, kx)
     out = (segment.row * columns + column) * pitch
     targets = [out + c * pitch for c in range(count)]
-    finish = finish_into(
-        operands.result,
-        operands.bias,
-        operands.residual,
-        spec.epilogue,
-        targets,
-        [channel],
-        lanes,
-    )
+    finish = finish_into(operands, spec.epilogue, targets, [channel], lanes)
     for c, acc in enumerate(accumulators):
         finish(c, 0, load_vector(acc, 0, lanes))

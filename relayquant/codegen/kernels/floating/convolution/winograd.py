@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod, sqrt
 
@@ -39,6 +39,7 @@ from relayquant.codegen.kernels.emit import (
 )
 from relayquant.codegen.kernels.expansion import Expanded, Expansion
 from relayquant.codegen.kernels.floating.convolution.direct import emit_padding
+from relayquant.codegen.kernels.floating.convolution.operands import FloatOperands
 from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d, count_macs
 from relayquant.codegen.kernels.floating.gemm import finish_into
 from relayquant.codegen.kernels.floating.tile import (
@@ -200,21 +201,13 @@ def make_winograd(spec: FloatConv2d, isa: FloatIsa, name: str = "float_winograd"
         )
         image = emit_padding(spec, isa, x, plan.grid.is_parallel) if any(spec.padding) else x
         with view_buffers(image) as [pixels]:
-            emit_shares(plan, pixels, weight, (bias, residual, y))
+            emit_shares(plan, FloatOperands(pixels, weight, bias, residual, y))
 
     return build_kernel(name, body)
 
 
-def emit_shares(
-    plan: FloatWinogradPlan,
-    image: Buffer,
-    weight: Buffer,
-    operands: tuple[Buffer | None, Buffer | None, Buffer],
-) -> None:
-    """Emit all results for padded activations, one share of the work after the other.
-
-    `operands` are bias, residual and results.
-    """
+def emit_shares(plan: FloatWinogradPlan, operands: FloatOperands) -> None:
+    """Emit all results for padded activations, one share of the work after the other."""
     spec, grid = plan.spec, plan.grid
     rows, cols = grid.tiles
     size = POINTS * plan.input_stride
@@ -227,17 +220,17 @@ def emit_shares(
         if inputs is not None:
             with loop_over((spec.batch, rows, cols), grid.is_parallel) as (n, row, col):
                 at = grid.locate_results(n, row, col, row * cols + col)
-                emit_inputs(plan, image, inputs, at, n * size)
+                emit_inputs(plan, operands.data, inputs, at, n * size)
         share = held.enter_context(loop_over_shares(grid, spec.batch, plan.panels.full))
         sums = allocate(POINTS * plan.sum_stride)
         origin: Expr = 0
         if inputs is None:
             inputs = allocate(size)
             with share.loop_over_tiles() as at:
-                emit_inputs(plan, image, inputs, at, 0)
+                emit_inputs(plan, operands.data, inputs, at, 0)
         else:
             origin = T.bind(share.image * size + share.first_row * (cols * spec.in_channels))
-        emit_products(plan, weight, inputs, origin, sums, share)
+        emit_products(plan, operands.weight, inputs, origin, sums, share)
         with share.loop_over_tiles() as at:
             emit_results(plan, operands, sums, at, share)
 
@@ -352,18 +345,15 @@ def locate_ahead(
 
 def emit_results(
     plan: FloatWinogradPlan,
-    operands: tuple[Buffer | None, Buffer | None, Buffer],
+    operands: FloatOperands,
     sums: Buffer,
     at: TileResults,
     share: Share,
 ) -> None:
-    """Emit the epilogue for the sums of one tile, for all channels of a part.
-
-    `operands` are bias, residual and results.
-    """
+    """Emit the epilogue for the sums of one tile, for all channels of a part."""
     spec, lanes, blocks = plan.spec, plan.isa.lanes, plan.panels.blocks
     (height, width), channels = spec.out_size, spec.out_channels
-    bias, residual, y = operands
+    bias, unbiased = operands.bias, replace(operands, bias=None)
     pitch = spec.epilogue.pitch(channels)
     start = ((at.image * height + at.row) * width + at.col) * pitch
     with T.serial((share.own.end - share.own.first) * blocks) as v:
@@ -377,7 +367,7 @@ def emit_results(
         rows = transform_tile(load, lambda m: transform_sums(m, lanes), OUT, lanes)
         for i, row in enumerate(rows):
             targets = [start + (i * width + j) * pitch for j in range(OUT)]
-            finish = finish_into(y, None, residual, spec.epilogue, targets, [first], lanes)
+            finish = finish_into(unbiased, spec.epilogue, targets, [first], lanes)
             for j, value in enumerate(row):
                 finish(j, 0, value if added is None else value + added)
 
