@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from tvm import relax
-from tvm.ir import Call
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
@@ -20,7 +19,13 @@ from relayquant.codegen.eager.rows import emit_sigmoid, make_each
 from relayquant.codegen.kernels.emit import broadcast
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
 from relayquant.codegen.kernels.isa.base import fence
-from relayquant.ir.rewrite.expressions import is_float32, op_name, read_number, same_type
+from relayquant.ir.rewrite.expressions import (
+    FunctionGraph,
+    is_float32,
+    op_name,
+    read_number,
+    same_type,
+)
 
 #: Operators in a chain, at least. A kernel saves the passes between them.
 FEWEST_LINKS = 3
@@ -87,16 +92,6 @@ def is_index(operand: str | int) -> bool:
     return isinstance(operand, int)
 
 
-class Readers(Protocol):
-    """What a chain asks of a function: see `FunctionGraph`."""
-
-    def call_of(self, expr: relax.Var, /) -> Call | None: ...
-
-    def users_of(self, var: relax.Var, /) -> list[relax.Var]: ...
-
-    def count_uses(self, var: relax.Var, /) -> int: ...
-
-
 @dataclass(frozen=True, eq=False)
 class FoundChain:
     """A chain in a function.
@@ -115,7 +110,7 @@ class FoundChain:
 
 
 def find_chain(
-    graph: Readers, first: relax.Var, is_free: Callable[[relax.Var], bool]
+    graph: FunctionGraph, first: relax.Var, is_free: Callable[[relax.Var], bool]
 ) -> FoundChain | None:
     """Return the longest chain that begins with the value `first`. None if it is too short."""
     call = graph.call_of(first)
@@ -135,7 +130,7 @@ def find_chain(
 
 
 def follow_links(
-    graph: Readers, first: relax.Var, data: relax.Var, numbers: list[float]
+    graph: FunctionGraph, first: relax.Var, data: relax.Var, numbers: list[float]
 ) -> Iterator[tuple[relax.Var, tuple[str, tuple[str | int, ...]]]]:
     """Yield values and links from `first` on, and append what they read to `numbers`."""
     var, last = first, None
