@@ -486,7 +486,7 @@ def find_last_reads(
         if binding.var in calls:
             read_all(calls[binding.var])
         elif block.is_free(binding.var):
-            operands = list(list_reads(binding.value))
+            operands = list_reads(binding.value)
             read(binding, operands)
             if not is_kernel_call(binding):
                 seen.update(operands)

@@ -15,7 +15,7 @@ from tvm import relax, tirx
 from tvm.ir import Call, Op
 from tvm.sym import Analyzer
 
-from relayquant.ir.rewrite.graph import constant_value
+from relayquant.ir.rewrite.graph import constant_value, free_vars
 
 #: Upper bound of every size. Sizes are at least 0.
 LARGEST = 2**48
@@ -68,20 +68,13 @@ def list_bindings(func: relax.Function) -> Iterator[Any]:
             yield from block.bindings[:]
 
 
-def list_reads(expr: relax.Expr) -> Iterator[relax.Var]:
-    """Return the variables that a bound value reads, with repetitions."""
-    if isinstance(expr, relax.Var):
-        yield expr
-    elif isinstance(expr, relax.Tuple):
-        for part in expr.fields[:]:
-            yield from list_reads(part)
-    elif isinstance(expr, relax.TupleGetItem):
-        yield from list_reads(expr.tuple_value)
-    elif isinstance(expr, Call):
-        for part in expr.args[:]:
-            yield from list_reads(part)
-    elif isinstance(expr, relax.If | relax.Function | relax.SeqExpr):
-        yield from relax.analysis.all_vars(expr)
+def list_reads(expr: relax.Expr) -> list[relax.Var]:
+    """Return the variables that a bound value reads, with repetitions. Of a branch or a function:
+    all variables in it.
+    """
+    if isinstance(expr, relax.If | relax.Function | relax.SeqExpr):
+        return list(relax.analysis.all_vars(expr))
+    return free_vars(expr)
 
 
 def op_name(expr: relax.Expr | None) -> str:
