@@ -18,7 +18,7 @@ from tvm.ir import Call, Op
 
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite.entry import find_entry, name_main
-from relayquant.ir.rewrite.expressions import with_operands
+from relayquant.ir.rewrite.expressions import replace_vars
 from relayquant.ir.rewrite.function import define_function, find_free_name
 from relayquant.ir.rewrite.graph import free_vars
 from relayquant.ir.rewrite.inline import inline_functions
@@ -215,13 +215,13 @@ class Editor:
         swapped = {var: by}
         for user in self.users(var):
             old = self.values[user]
-            value = substitute(old, swapped)
+            value = replace_vars(old, swapped)
             if isinstance(value, Call):
                 value = self._builder.normalize(value)
             self.values[user] = value
             self._count(user, old, -1)
             self._count(user, value, 1)
-        self.result = substitute(self.result, swapped)
+        self.result = replace_vars(self.result, swapped)
 
     def alias(self, var: relax.Var, by: relax.Expr) -> None:
         """Bind `var` to an equal variable or constant, and keep its name as a result of main.
@@ -325,7 +325,7 @@ class Editor:
 
         def emit() -> relax.Expr:
             for var in self._schedule():
-                value = builder.normalize(substitute(self.values[var], new))
+                value = builder.normalize(replace_vars(self.values[var], new))
                 kind = relax.Var if var in outputs else relax.DataflowVar
                 cast = self._casts.get(var)
                 if cast is not None:
@@ -351,7 +351,7 @@ class Editor:
             return builder.normalize(relax.Tuple(fields))
         if isinstance(expr, relax.Var) and expr in self.values:
             return new[expr]
-        value = builder.normalize(substitute(expr, new))
+        value = builder.normalize(replace_vars(expr, new))
         hint = self.names.get(expr, "constant") if isinstance(expr, relax.Var) else "constant"
         out = relax.Var(self.unique_name(f"{hint}.output"), value.ty)
         builder.emit_normalized(relax.VarBinding(out, value))
@@ -365,17 +365,3 @@ class Editor:
                 if isinstance(arg, tvm.ir.GlobalVar):
                     functions[arg] = self._mod[arg]
         return functions
-
-
-def substitute(expr: relax.Expr, new: Mapping[relax.Var, relax.Expr]) -> relax.Expr:
-    """Replace variables in `expr`, a value or a leaf."""
-    if isinstance(expr, relax.Var):
-        return new.get(expr, expr)
-    if isinstance(expr, relax.Tuple):
-        return relax.Tuple([substitute(field, new) for field in expr.fields])
-    if isinstance(expr, relax.TupleGetItem):
-        return relax.TupleGetItem(substitute(expr.tuple_value, new), expr.index)
-    if isinstance(expr, Call):
-        args = [substitute(arg, new) for arg in expr.args[:]]
-        return with_operands(expr, args)
-    return expr

@@ -6,7 +6,7 @@ Works on functions of any form. `graph.Graph` is the view of a main with one dat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tvm
@@ -138,6 +138,19 @@ def with_operands(call: Call, operands: Sequence[relax.Expr]) -> Call:
     keeps = all(map(is_alike, call.args[:], operands))
     type_ = call.ty if keeps else None
     return Call(call.op, operands, call.attrs, call.ty_args, ret_ty=type_)
+
+
+def replace_vars(expr: relax.Expr, new: Mapping[relax.Var, relax.Expr]) -> relax.Expr:
+    """Return a value with other variables instead of those in `new`."""
+    if isinstance(expr, relax.Var):
+        return new.get(expr, expr)
+    if isinstance(expr, relax.Tuple):
+        return relax.Tuple([replace_vars(field, new) for field in expr.fields])
+    if isinstance(expr, relax.TupleGetItem):
+        return relax.TupleGetItem(replace_vars(expr.tuple_value, new), expr.index)
+    if isinstance(expr, Call):
+        return with_operands(expr, [replace_vars(arg, new) for arg in expr.args[:]])
+    return expr
 
 
 def is_alike(old: relax.Expr, new: relax.Expr) -> bool:

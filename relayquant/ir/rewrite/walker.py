@@ -7,6 +7,7 @@ the replaced operator, and values keep their names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import tvm
@@ -14,7 +15,7 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.ir.rewrite.casts import canonicalize_bindings
-from relayquant.ir.rewrite.expressions import with_operands
+from relayquant.ir.rewrite.expressions import replace_vars, with_operands
 from relayquant.ir.rewrite.function import define_function, find_free_name
 from relayquant.ir.rewrite.graph import Graph, call_name, free_vars
 
@@ -235,18 +236,7 @@ def _name_output(func: relax.Function) -> relax.Function:
     if not isinstance(old, relax.DataflowVar):
         return func
     new = relax.Var(old.name, old.ty)
-
-    def swap(expr: relax.Expr) -> relax.Expr:
-        if isinstance(expr, relax.Var):
-            return new if expr.same_as(old) else expr
-        if isinstance(expr, relax.Tuple):
-            return relax.Tuple([swap(field) for field in expr.fields])
-        if isinstance(expr, relax.TupleGetItem):
-            return relax.TupleGetItem(swap(expr.tuple_value), expr.index)
-        if isinstance(expr, Call):
-            return with_operands(expr, [swap(arg) for arg in expr.args])
-        return expr
-
+    swap = partial(replace_vars, new={old: new})
     builder = relax.BlockBuilder()
     builder.begin_scope(func.params)  # symbolic sizes of parameters are at least 0
     renamed = []

@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import tvm
 from tvm import relax
-from tvm.ir import Call
 
 from relayquant.base.runtime import freeze_array
 from relayquant.ir import reference
 from relayquant.ir.plan import SharedQParams
 from relayquant.ir.rewrite import Graph
-from relayquant.ir.rewrite.expressions import with_operands
+from relayquant.ir.rewrite.expressions import replace_vars
 from relayquant.ir.rewrite.function import define_function
 from relayquant.ir.rewrite.graph import (
     free_vars,
@@ -382,18 +381,6 @@ def build_function(
     for var in waiting:
         new[var] = relax.Var(var.name, relax.TensorType(dtype=var.ty.dtype, ndim=var.ty.ndim))
 
-    def translate(expr: relax.Expr) -> relax.Expr:
-        if isinstance(expr, relax.Var):
-            return new[expr] if expr in view.order else expr
-        if isinstance(expr, relax.Tuple):
-            return relax.Tuple([translate(part) for part in expr.fields])
-        if isinstance(expr, relax.TupleGetItem):
-            return relax.TupleGetItem(translate(expr.tuple_value), expr.index)
-        if isinstance(expr, Call):
-            args = [translate(arg) for arg in expr.args[:]]
-            return with_operands(expr, args)
-        return expr
-
     builder = relax.BlockBuilder()
     params = [new[var] for var in inputs]
 
@@ -403,7 +390,7 @@ def build_function(
 
     def emit() -> relax.Expr:
         for var in needed:
-            value = builder.normalize(translate(view.values[var]))
+            value = builder.normalize(replace_vars(view.values[var], new))
             if var in view.casts:
                 cast(var, value)
                 for each, last in waiting.items():
