@@ -8,13 +8,13 @@ operators may differ in the last bits.
 from __future__ import annotations
 
 import tvm
-from tvm import relax
 
 from relayquant.base.runtime import CompileModule, FunctionRunner, LoadModule, Machine
 from relayquant.codegen.eager import EagerModule
 from relayquant.data import Dataset, count_samples
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.rewrite.expressions import list_bindings
+from relayquant.ir.rewrite.function import list_functions
 
 #: Multiply-adds that take as long step by step as compiling one operator. Measured: 5e9 take one
 #: second, and MobileNet, ResNet-20 and KWT-1 compile in about 0.05 s for each operator.
@@ -28,7 +28,7 @@ def load_integers(
 
     The faster one for this number of samples is chosen. None: unknown, treated as many.
     """
-    functions = [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
+    functions = list_functions(mod).values()
     values = [binding.value for func in functions for binding in list_bindings(func)]
     work = sum(map(count_macs, values)) * (samples or 0)
     if samples is not None and work <= WORK_PER_OPERATOR * len(values):

@@ -22,7 +22,7 @@ from relayquant.base.arguments import check_arguments, check_fields
 from relayquant.errors import ModelError, format_count
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.entry import attach_attrs, find_attrs
-from relayquant.ir.rewrite.function import add_functions
+from relayquant.ir.rewrite.function import add_functions, list_functions
 from relayquant.ir.rewrite.graph import iterate_results, result_expr
 
 #: Attribute of the model function, or of a module with several: JSON text, a list of values.
@@ -110,9 +110,10 @@ def with_state(mod: tvm.IRModule, values: Sequence[StateValue]) -> tvm.IRModule:
     places = find_places(mod, values)
     for name in names:
         if not any(name in place.names for place in places.values()):
+            functions = ", ".join(gvar.name_hint for gvar in list_functions(mod))
             raise ModelError(
-                f"State {name!r} is no parameter of {', '.join(list_functions(mod))}. Name a "
-                "parameter, or leave the state out.",
+                f"State {name!r} is no parameter of {functions}. Name a parameter, or leave the "
+                "state out.",
                 code="RQ204",
             )
     if values:
@@ -139,10 +140,10 @@ def find_places(mod: tvm.IRModule, values: Sequence[StateValue]) -> dict[str, St
         ModelError: parameters or results of a function do not fit the state.
     """
     places = {}
-    for name, func in list_functions(mod).items():
-        found = find_place(name, func, values)
+    for gvar, func in list_functions(mod).items():
+        found = find_place(gvar.name_hint, func, values)
         if found is not None:
-            places[name] = found
+            places[gvar.name_hint] = found
     return places
 
 
@@ -170,16 +171,6 @@ def pair_states(mod: tvm.IRModule) -> list[tuple[str, str]]:
     results = list(iterate_results(result_expr(graph)))
     pairs = zip(place.names, results[len(results) - len(place.names) :], strict=True)
     return [(name, new.name) for name, new in pairs if isinstance(new, relax.Var)]
-
-
-def list_functions(mod: tvm.IRModule) -> dict[str, relax.Function]:
-    """Return the Relax functions of a module by name, sorted."""
-    functions = {
-        gvar.name_hint: func
-        for gvar, func in mod.functions_items()
-        if isinstance(func, relax.Function)
-    }
-    return dict(sorted(functions.items()))
 
 
 def find_place(

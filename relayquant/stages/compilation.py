@@ -32,6 +32,7 @@ from relayquant.ir.float_precision import find_float_precision
 from relayquant.ir.ledger import find_ledger
 from relayquant.ir.rewrite.bind import Model, bind_model
 from relayquant.ir.rewrite.entry import MAIN, find_entry, name_main, rename_function
+from relayquant.ir.rewrite.function import list_functions
 from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.state import find_places, get_state
 from relayquant.stages.backends import ARM, X86, X86_7BIT, get_backend_config
@@ -200,14 +201,9 @@ def is_float_model(mod: tvm.IRModule) -> bool:
     """Whether `prepare_module` accepts the module: main is in dataflow form and has no integer
     operators.
     """
-    relax_functions = {
-        gv.name_hint: func
-        for gv, func in mod.functions_items()
-        if isinstance(func, tvm.relax.Function)
-    }
-    if list(relax_functions) != ["main"]:
+    if [gvar.name_hint for gvar in list_functions(mod)] != ["main"]:
         return False
-    blocks = relax_functions["main"].body.blocks
+    blocks = mod["main"].body.blocks
     if not all(isinstance(block, tvm.relax.DataflowBlock) for block in blocks):
         return False
     calls = [b.value for block in blocks for b in block.bindings if isinstance(b.value, Call)]

@@ -17,9 +17,8 @@ from relayquant.codegen.checks.shape_rules import describe_misfit
 from relayquant.codegen.rewrites.inner_sizes import describe_conflict
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite.expressions import list_bindings
-from relayquant.ir.rewrite.function import make_main
+from relayquant.ir.rewrite.function import list_functions, make_main
 from relayquant.ir.rewrite.graph import tensor_dtype
-from relayquant.ir.state import list_functions
 
 FIX_SIZE = (
     "Fix the symbolic dimension that it depends on: load with shapes=, or export a PyTorch "

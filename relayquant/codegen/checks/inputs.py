@@ -27,6 +27,7 @@ from relayquant.base.runtime import ALIGNMENT
 from relayquant.codegen.kernels.isa.target import ARCHITECTURES_64, read_triple
 from relayquant.codegen.library.host_functions import IS_INNER
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
+from relayquant.ir.rewrite.function import list_functions
 from relayquant.ir.rewrite.inline import substitute
 
 #: Operators whose result uses the memory of their first argument.
@@ -46,9 +47,7 @@ def check_inputs(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
     """Add a check to every public Relax function, and mark kernels without checks as `IS_INNER`."""
     mask = "int64" if read_triple(target).split("-")[0] in ARCHITECTURES_64 else "int32"
     builder, given = relax.BlockBuilder(mod), dict[GlobalVar, bool]()
-    for gv, func in mod.functions_items():
-        if not isinstance(func, relax.Function):
-            continue
+    for gv, func in list_functions(mod).items():
         is_public = "global_symbol" in (func.attrs or {})
         checked = [p for p in func.params if is_public and is_known_tensor(p.ty)]
         for kernel, is_inner in list_kernel_calls(mod, func, checked):

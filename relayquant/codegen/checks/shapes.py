@@ -28,6 +28,7 @@ from tvm.sym import Analyzer
 
 from relayquant.codegen.checks.shape_rules import RULES, format_shape, read_shapes
 from relayquant.ir.rewrite.expressions import assume_sizes
+from relayquant.ir.rewrite.function import list_functions
 from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.rewrite.inline import list_dimensions, substitute
 
@@ -56,8 +57,8 @@ class ShapeCheck:
 def find_shape_checks(mod: tvm.IRModule) -> Mapping[Place, Sequence[ShapeCheck]]:
     """Find the checks that each function, and each branch of an If, needs."""
     found: dict[Place, list[ShapeCheck]] = {}
-    for gv, func in mod.functions_items():
-        if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
+    for gv, func in list_functions(mod).items():
+        if isinstance(func.body, relax.SeqExpr):
             if bounded := find_bounds(func):
                 found[(gv.name_hint,)] = bounded
             analyzer = assume_sizes(list_input_sizes(func))

@@ -16,6 +16,7 @@ from relayquant.codegen.eager.plan import Planner, Step
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.reference.inputs import bind_input
 from relayquant.ir.reference.interpreter import evaluate, flatten_value
+from relayquant.ir.rewrite.function import list_functions
 from relayquant.ir.rewrite.lifetimes import find_ends
 
 #: Number of argument kinds that a function remembers.
@@ -30,8 +31,7 @@ class EagerModule:
         self.kernels = kernels or host_kernels()
         self.programs = {
             gvar.name_hint: Program(mod, func, self.kernels)
-            for gvar, func in mod.functions_items()
-            if isinstance(func, relax.Function)
+            for gvar, func in list_functions(mod).items()
         }
         programs = self.programs.values()
         self.kernels.request(key for program in programs for key in program.list_kernels())

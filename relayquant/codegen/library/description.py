@@ -21,7 +21,8 @@ from relayquant.codegen.library.linking import write_object
 from relayquant.codegen.library.llvm_text import escape
 from relayquant.ir.ledger import InterfaceValue, find_ledger
 from relayquant.ir.rewrite.entry import find_entry
-from relayquant.ir.state import StatePlace, find_places, flatten_type, get_state, list_functions
+from relayquant.ir.rewrite.function import list_functions
+from relayquant.ir.state import StatePlace, find_places, flatten_type, get_state
 
 #: Data of a library: the JSON text, which ends with a zero byte.
 DESCRIPTION_SYMBOL = "relayquant_description"
@@ -47,7 +48,8 @@ def describe_module(lowered: tvm.IRModule, target: Target) -> dict[str, Any]:
     """
     ledger, state = find_ledger(lowered), get_state(lowered)
     places = find_places(lowered, state)
-    known = {name: row for name, row in list_functions(lowered).items() if is_public(name, row)}
+    named = ((gvar.name_hint, func) for gvar, func in list_functions(lowered).items())
+    known = {name: func for name, func in named if is_public(name, func)}
     entry = find_entry(lowered) or min(known, default="")
     rows = ([*ledger.inputs], [*ledger.outputs]) if ledger is not None else ([], [])
     functions = {

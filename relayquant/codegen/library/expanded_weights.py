@@ -18,7 +18,7 @@ from relayquant.base.runtime import view_constant
 from relayquant.codegen.kernels.expansion import Expanded, build_expansion
 from relayquant.codegen.kernels.floating.convolution import winograd as floating
 from relayquant.codegen.kernels.integer.convolution import winograd as integer
-from relayquant.ir.rewrite.function import add_functions, map_functions
+from relayquant.ir.rewrite.function import add_functions, list_functions, map_functions
 from relayquant.ir.rewrite.graph import call_name
 
 #: Frees a value after its last use. Constants are not freed.
@@ -84,9 +84,8 @@ def add_expanders(mod: tvm.IRModule) -> tvm.IRModule:
         if weights is not None:
             found.add(weights.rule.name)
 
-    for func in mod.functions.values():
-        if isinstance(func, relax.Function):
-            relax.analysis.post_order_visit(func, visit)
+    for func in list_functions(mod).values():
+        relax.analysis.post_order_visit(func, visit)
     added = {tvm.ir.GlobalVar(name): build_expansion(EXPANSIONS[name]) for name in sorted(found)}
     return add_functions(mod, added)
 

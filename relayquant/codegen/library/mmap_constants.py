@@ -54,7 +54,7 @@ from relayquant.codegen.library.expanded_weights import expand_weights, read_exp
 from relayquant.codegen.library.linking import choose_linker, write_library, write_object
 from relayquant.codegen.library.llvm_text import escape, quote
 from relayquant.errors import ConfigError
-from relayquant.ir.rewrite.function import map_functions
+from relayquant.ir.rewrite.function import list_functions, map_functions
 
 #: Smallest size in bytes of a large constant. Asking for one takes some 100 nanoseconds, a
 #: hundredth of the time a kernel needs to read it.
@@ -200,9 +200,8 @@ def find_large_constants(mod: tvm.IRModule) -> dict[int, Large]:
         elif is_kernel_call(mod, expr):
             found.update({key: arg for arg in expr.args if (key := find_key(arg)) is not None})
 
-    for func in mod.functions.values():
-        if isinstance(func, relax.Function):
-            relax.analysis.post_order_visit(func, visit)
+    for func in list_functions(mod).values():
+        relax.analysis.post_order_visit(func, visit)
     return found
 
 

@@ -29,7 +29,7 @@ from relayquant.ir.dialect.cost import MACS_ATTR, count_macs
 from relayquant.ir.dialect.legality import list_calls
 from relayquant.ir.dialect.loops import OPAQUE
 from relayquant.ir.rewrite.expressions import FunctionGraph, list_reads, op_name
-from relayquant.ir.rewrite.function import add_functions
+from relayquant.ir.rewrite.function import add_functions, list_functions
 from relayquant.ir.rewrite.rule import Rule, fire_first, select_rules
 
 #: An operand of a kernel: a value of the graph, or a constant made for the kernel.
@@ -266,10 +266,8 @@ def lower_functions(
         lowered = table.builder.normalize(relax.If(value.cond, *branches))
         return relax.VarBinding(binding.var, lowered)
 
-    for gvar, func in list(mod.functions_items()):
-        if only not in (None, gvar.name_hint):
-            continue
-        if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
+    for gvar, func in list_functions(mod).items():
+        if only in (None, gvar.name_hint) and isinstance(func.body, relax.SeqExpr):
             body = lower_blocks(FunctionGraph(func), func.body)
             new = relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
             table.builder.update_func(gvar, new)

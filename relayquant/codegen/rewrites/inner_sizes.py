@@ -14,7 +14,7 @@ from tvm import relax, tirx
 from tvm.ir import Call
 
 from relayquant.ir.rewrite.expressions import list_bindings
-from relayquant.ir.rewrite.function import map_functions
+from relayquant.ir.rewrite.function import list_functions, map_functions
 from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.rewrite.inline import list_dimensions
 
@@ -41,9 +41,9 @@ def settle_inner_sizes(mod: tvm.IRModule) -> tvm.IRModule:
 
 def describe_conflict(mod: tvm.IRModule) -> str:
     """Describe two products that need different numbers for one size. Return "" without any."""
-    for _, func in mod.functions_items():
+    for func in list_functions(mod).values():
         found: dict[tirx.Var, InnerSize] = {}
-        for each in list_inner_sizes(func) if isinstance(func, relax.Function) else ():
+        for each in list_inner_sizes(func):
             first = found.setdefault(each.size, each)
             if first.number != each.number:
                 return (

@@ -33,7 +33,7 @@ from relayquant.codegen.rewrites.sunk_transposes import sink_transposes
 from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
 from relayquant.ir.rewrite.casts import canonicalize_bindings
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
-from relayquant.ir.rewrite.function import is_one_block
+from relayquant.ir.rewrite.function import is_one_block, list_functions
 from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.moves import list_permutation
 from relayquant.ir.rewrite.walker import tidy_module
@@ -59,7 +59,7 @@ def convert_layout(mod: IRModule) -> IRModule:
 
     Constants are folded here, before there is any kernel.
     """
-    functions = [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
+    functions = list_functions(mod).values()
     names = {op_name(binding.value) for func in functions for binding in list_bindings(func)}
     if not names.isdisjoint(CHANNELS_FIRST):
         mod = rewrite_bindings(mod, put_channels_first)
@@ -80,14 +80,11 @@ def convert_layout(mod: IRModule) -> IRModule:
 
 def has_constants(mod: IRModule) -> bool:
     """Whether there may be a value that does not depend on the data."""
-    functions = [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
-    for func in functions:
-        if not isinstance(func.body, relax.SeqExpr):
-            return True
-        for block in func.body.blocks:
-            if not all(depends_on_data(binding.value) for binding in block.bindings):
-                return True
-    return False
+    return any(
+        not isinstance(func.body, relax.SeqExpr)
+        or not all(depends_on_data(binding.value) for binding in list_bindings(func))
+        for func in list_functions(mod).values()
+    )
 
 
 def depends_on_data(value: relax.Expr) -> bool:

@@ -20,7 +20,7 @@ from tvm.ir import Call
 from relayquant.codegen.legalization.resizing import SPREAD
 from relayquant.ir.dialect.legality import list_calls
 from relayquant.ir.rewrite.expressions import list_bindings, op_name, shape_of
-from relayquant.ir.rewrite.function import mutate_functions
+from relayquant.ir.rewrite.function import list_functions, mutate_functions
 from relayquant.ir.rewrite.graph import constant_value
 
 
@@ -28,8 +28,7 @@ def mark_spreads(mod: tvm.IRModule) -> tvm.IRModule:
     """Rewrite such reads of images along height or width in every function of a module."""
     if not any(op_name(call) == "relax.take" for call in list_calls(mod)):
         return mod
-    functions = (func for _, func in mod.functions_items() if isinstance(func, relax.Function))
-    bindings = (each for func in functions for each in list_bindings(func))
+    bindings = (each for func in list_functions(mod).values() for each in list_bindings(func))
     casts = {each.var: each.value for each in bindings if isinstance(each, relax.MatchCast)}
     return mutate_functions(mod, SpreadMutator(mod, casts))
 

@@ -13,11 +13,12 @@ from tvm.relax.analysis import tir_vars_in_type
 from relayquant.codegen.lowering.engine import mark_opaque
 from relayquant.ir.dialect.loops import INJECTIVE, OPAQUE
 from relayquant.ir.rewrite.expressions import list_bindings
+from relayquant.ir.rewrite.function import list_functions
 
 
 def keep_apart(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
     """Mark the functions that these rules find as opaque, one rule after the other."""
-    functions = [func for func in mod.functions.values() if isinstance(func, relax.Function)]
+    functions = list(list_functions(mod).values())
     for find in (find_sized, find_stored):
         mod = mark_opaque(mod, {name for func in functions for name in find(func)})
     return mark_opaque(mod, find_views(mod, functions))

@@ -11,16 +11,15 @@ import tvm
 from tvm import relax
 
 from relayquant.ir.rewrite.expressions import list_bindings
-from relayquant.ir.rewrite.function import add_functions
+from relayquant.ir.rewrite.function import add_functions, list_functions
 
 
 def plan_memory(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
     """Plan the memory of functions without branches."""
     branching = {
         gv: func
-        for gv, func in mod.functions_items()
-        if isinstance(func, relax.Function)
-        and any(isinstance(binding.value, relax.If) for binding in list_bindings(func))
+        for gv, func in list_functions(mod).items()
+        if any(isinstance(binding.value, relax.If) for binding in list_bindings(func))
     }
     return add_functions(relax.transform.StaticPlanBlockMemory()(mod), branching)
 

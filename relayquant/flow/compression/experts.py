@@ -33,6 +33,7 @@ from relayquant.flow.compression.sources import (
     read_constant,
 )
 from relayquant.ir.dialect.legality import iterate_bindings
+from relayquant.ir.rewrite.function import list_functions
 from relayquant.ir.rewrite.graph import call_name
 
 #: axis of the experts in data and results, counted from the end
@@ -55,13 +56,12 @@ def split_experts(
     functions, found = dict(mod.functions_items()), dict(params)
     called = {
         var.name_hint
-        for func in functions.values()
-        if isinstance(func, relax.Function)
+        for func in list_functions(mod).values()
         for var in relax.analysis.all_global_vars(func)
     }
     stacks: dict[SourceKey, list[WeightSource]] = {}
-    for gvar, func in functions.items():
-        if not isinstance(func, relax.Function) or gvar.name_hint in called:
+    for gvar, func in list_functions(mod).items():
+        if gvar.name_hint in called:
             continue
         splitting = Splitting(func, params, stacks)
         if splitting.stacks_of or splitting.gathers:

@@ -17,7 +17,7 @@ from relayquant.errors import format_count
 from relayquant.flow.compression.sources import SourceKey, WeightSource, read_constant
 from relayquant.ir.dialect.legality import iterate_bindings
 from relayquant.ir.rewrite.constants import LARGEST
-from relayquant.ir.rewrite.function import read_sources
+from relayquant.ir.rewrite.function import list_functions, read_sources
 from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.rewrite.moves import list_permutation
 
@@ -142,13 +142,11 @@ def find_weights(mod: tvm.IRModule, params: Mapping[relax.Var, WeightSource]) ->
         source = read_constant(expr.value)
         return constants.setdefault(source.key, source)
 
-    functions = sorted(mod.functions_items(), key=lambda item: item[0].name_hint)
-    for gvar, func in functions:
-        if isinstance(func, relax.Function):
-            rows = read_sources(func)
-            for use in find_in_function(gvar.name_hint, func, find_source):
-                names = rows.get(use.name, {}).get("constants", ())
-                uses.append(replace(use, constants=tuple(names)))
+    for gvar, func in list_functions(mod).items():
+        rows = read_sources(func)
+        for use in find_in_function(gvar.name_hint, func, find_source):
+            names = rows.get(use.name, {}).get("constants", ())
+            uses.append(replace(use, constants=tuple(names)))
     return uses
 
 

@@ -16,6 +16,7 @@ from tvm import relax
 from relayquant.base.runtime import view_constant
 from relayquant.errors import ModelError, format_count, suggest_name
 from relayquant.ir.rewrite.constants import LARGEST, count_huge, holds_constant
+from relayquant.ir.rewrite.function import list_functions
 
 #: Address of a tensor, or name of a parameter. A second number is the matrix of a stack, or -1 for
 #: all matrices as rows.
@@ -109,9 +110,8 @@ def open_params(
     found: dict[relax.Var, WeightSource] = {}
     sources: dict[str, WeightSource] = {}
     known: set[str] = set()
-    for func in mod.functions.values():
-        if not isinstance(func, relax.Function):
-            continue
+    functions = list_functions(mod).values()
+    for func in functions:
         attrs = dict(func.attrs.items()) if func.attrs else {}
         for param in func.params[int(attrs.get("num_input", 0)) :]:
             known.add(param.name)
@@ -124,7 +124,6 @@ def open_params(
         for param in func.params:
             if param in found:
                 check_param(param, names[param.name], found[param])
-    functions = [func for func in mod.functions.values() if isinstance(func, relax.Function)]
     for name in params:
         if name not in sources and not holds_constant(functions, params[name]):
             raise ModelError(
@@ -202,9 +201,7 @@ def bind_params(mod: tvm.IRModule, params: Mapping[relax.Var, WeightSource]) -> 
     """
     tensors: dict[SourceKey, tvm.runtime.Tensor] = {}
     functions = dict(mod.functions_items())
-    for gvar, func in functions.items():
-        if not isinstance(func, relax.Function):
-            continue
+    for gvar, func in list_functions(mod).items():
         own = [param for param in func.params if param in params]
         read = set(relax.analysis.free_vars(func.body))
         kept = [param for param in func.params if param not in params or param in read]
@@ -216,12 +213,11 @@ def bind_params(mod: tvm.IRModule, params: Mapping[relax.Var, WeightSource]) -> 
             key = params[param].key
             if param in read and key not in tensors:
                 tensors[key] = tvm.runtime.tensor(np.ascontiguousarray(params[param].array))
+    mod = tvm.IRModule(functions, attrs=mod.attrs)
     names = {
         gvar.name_hint: {p.name: tensors[params[p].key] for p in func.params if p in params}
-        for gvar, func in functions.items()
-        if isinstance(func, relax.Function)
+        for gvar, func in list_functions(mod).items()
     }
-    mod = tvm.IRModule(functions, attrs=mod.attrs)
     for name, own in names.items():
         if own:
             mod = relax.transform.BindParams(name, own)(mod)

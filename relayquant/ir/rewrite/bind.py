@@ -13,6 +13,7 @@ from relayquant.errors import ConfigError, ModelError, format_count, suggest_nam
 from relayquant.ir.rewrite.constants import holds_constant
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.entry import find_entry
+from relayquant.ir.rewrite.function import list_functions
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.moves import MOVES
 
@@ -64,9 +65,7 @@ def bind_functions(mod: tvm.IRModule, params: Mapping[str, Any]) -> tvm.IRModule
     Raises:
         ModelError: no function has a parameter of a name, or its shape or dtype differs.
     """
-    functions = {
-        gvar: func for gvar, func in mod.functions_items() if isinstance(func, relax.Function)
-    }
+    functions = list_functions(mod)
     weights = {gvar: list_weights(func) for gvar, func in functions.items()}
     known = {name: param for own in weights.values() for name, param in own.items()}
     for name in params:

@@ -18,7 +18,7 @@ from tvm import relax, tirx
 from tvm.ir import Call, Op
 
 from relayquant.ir.rewrite.expressions import list_bindings, op_name, same_extents
-from relayquant.ir.rewrite.function import map_functions
+from relayquant.ir.rewrite.function import list_functions, map_functions
 from relayquant.ir.rewrite.inline import list_dimensions
 
 CALL_PACKED = "relax.call_pure_packed"
@@ -41,8 +41,7 @@ def run_beside_casts(
     mod: tvm.IRModule,
 ) -> tvm.IRModule:
     """Run a pass, and hide each match_cast from it but those that `find_shown` finds."""
-    functions = (func for _, func in mod.functions_items() if isinstance(func, relax.Function))
-    shown = {var for func in functions for var in find_shown(func)}
+    shown = {var for func in list_functions(mod).values() for var in find_shown(func)}
 
     def hide(cast: relax.MatchCast) -> relax.Binding:
         if cast.var in shown:

@@ -12,7 +12,7 @@ import tvm_ffi
 from tvm import relax
 from tvm.ir import GenericConst
 
-from relayquant.ir.rewrite.function import add_functions
+from relayquant.ir.rewrite.function import add_functions, list_functions
 from relayquant.ir.rewrite.graph import constant_value
 
 #: The square of a larger float32 number is infinite.
@@ -95,7 +95,6 @@ def count_constant_bytes(mod: tvm.IRModule) -> int:
         if value is not None:
             sizes[expr] = value.nbytes
 
-    for _, func in mod.functions_items():
-        if isinstance(func, relax.Function):
-            relax.analysis.post_order_visit(func, visit)
+    for func in list_functions(mod).values():
+        relax.analysis.post_order_visit(func, visit)
     return sum(sizes.values())

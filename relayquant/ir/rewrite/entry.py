@@ -15,7 +15,7 @@ from tvm.ir import GlobalVar
 
 from relayquant.base.language import LANGUAGE_FUNCTIONS
 from relayquant.errors import ModelError
-from relayquant.ir.rewrite.function import add_functions
+from relayquant.ir.rewrite.function import add_functions, list_functions
 
 #: Name of the model function inside the package and in its results.
 MAIN = "main"
@@ -28,11 +28,7 @@ def find_entry(mod: tvm.IRModule) -> str | None:
     """
     if any(gvar.name_hint == MAIN for gvar in mod.get_global_vars()):
         return MAIN if isinstance(mod[MAIN], relax.Function) else None  # else a kernel
-    functions = {
-        gvar.name_hint: func
-        for gvar, func in mod.functions_items()
-        if isinstance(func, relax.Function)
-    }
+    functions = {gvar.name_hint: func for gvar, func in list_functions(mod).items()}
     public = [name for name, func in functions.items() if "global_symbol" in (func.attrs or {})]
     names = public or [*functions]
     return names[0] if len(names) == 1 else None

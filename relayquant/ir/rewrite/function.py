@@ -70,11 +70,16 @@ def add_functions(mod: tvm.IRModule, functions: Mapping[Any, Any]) -> tvm.IRModu
     return take_functions(mod, {**dict(mod.functions_items()), **functions})
 
 
+def list_functions(mod: tvm.IRModule) -> dict[tvm.ir.GlobalVar, relax.Function]:
+    """List the Relax functions of a module by their global variables, sorted by name."""
+    return {gvar: func for gvar, func in mod.functions_items() if isinstance(func, relax.Function)}
+
+
 def map_functions(
     mod: tvm.IRModule, change: Callable[[relax.Function], relax.Function]
 ) -> tvm.IRModule:
     """Return the module with each Relax function changed, or `mod` itself if none changes."""
-    found = {gvar: f for gvar, f in mod.functions_items() if isinstance(f, relax.Function)}
+    found = list_functions(mod)
     changed = {gvar: change(func) for gvar, func in found.items()}
     changed = {gvar: func for gvar, func in changed.items() if not func.same_as(found[gvar])}
     return add_functions(mod, changed) if changed else mod
@@ -95,11 +100,10 @@ def mutate_functions(mod: tvm.IRModule, mutator: relax.PyExprMutator) -> tvm.IRM
     """Return the module with its Relax functions as a mutator of the module makes them, and with
     the functions that the mutator adds to its builder.
     """
-    for gvar, func in mod.functions_items():
-        if isinstance(func, relax.Function):
-            changed = mutator.visit_expr(func)
-            if not changed.same_as(func):
-                mutator.builder_.update_func(gvar, changed)
+    for gvar, func in list_functions(mod).items():
+        changed = mutator.visit_expr(func)
+        if not changed.same_as(func):
+            mutator.builder_.update_func(gvar, changed)
     return mutator.builder_.get()
 
 
