@@ -13,7 +13,8 @@ import relayquant as rq
 from relayquant.ir.reference import run_values
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.reference.inputs import bind_inputs
-from relayquant.ir.reference.interpreter import execute_binding, iterate_bindings, record_value
+from relayquant.ir.reference.interpreter import execute_binding, record_value
+from relayquant.ir.rewrite.expressions import list_bindings
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +53,7 @@ def run_from(
     frame = Frame(mod)
     bind_inputs(frame, mod["main"].params, inputs)
     values: dict[str, np.ndarray] = {}
-    for binding in iterate_bindings(mod["main"].body):
+    for binding in list_bindings(mod["main"]):
         value = execute_binding(frame, binding)
         record_value(values, binding.var.name, value)
         if binding.var.name in given:

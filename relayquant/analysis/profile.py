@@ -14,6 +14,7 @@ from tvm.ir.instrument import pass_instrument
 
 from relayquant.base.runtime import CompileModule, Machine, as_tensor
 from relayquant.ir.dialect.cost import MACS_ATTR
+from relayquant.ir.rewrite.expressions import list_bindings
 from relayquant.ir.rewrite.graph import static_size
 
 #: After this pass every kernel call has its final name and still the name of its value.
@@ -106,16 +107,15 @@ def compile_with_sites(
 def list_sites(mod: tvm.IRModule) -> tuple[KernelSite, ...]:
     """List the kernel calls in main, in order."""
     sites = []
-    for block in mod["main"].body.blocks:
-        for binding in block.bindings:
-            call = getattr(binding, "value", None)
-            if not isinstance(call, tvm.ir.Call) or not isinstance(call.op, tvm.ir.Op):
-                continue
-            if call.op.name not in KERNEL_CALLS:
-                continue
-            func = mod[call.args[0]]
-            macs = int(func.attrs.get(MACS_ATTR, 0)) if func.attrs else 0
-            sites.append(KernelSite(str(binding.var.name), str(call.args[0].name_hint), macs))
+    for binding in list_bindings(mod["main"]):
+        call = getattr(binding, "value", None)
+        if not isinstance(call, tvm.ir.Call) or not isinstance(call.op, tvm.ir.Op):
+            continue
+        if call.op.name not in KERNEL_CALLS:
+            continue
+        func = mod[call.args[0]]
+        macs = int(func.attrs.get(MACS_ATTR, 0)) if func.attrs else 0
+        sites.append(KernelSite(str(binding.var.name), str(call.args[0].name_hint), macs))
     return tuple(sites)
 
 

@@ -27,7 +27,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
 from relayquant.codegen.checks.shape_rules import RULES, format_shape, read_shapes
-from relayquant.ir.rewrite.expressions import assume_sizes
+from relayquant.ir.rewrite.expressions import assume_sizes, list_bindings
 from relayquant.ir.rewrite.function import list_functions
 from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.rewrite.inline import list_dimensions, substitute
@@ -92,7 +92,7 @@ def find_bounds(func: relax.Function) -> list[ShapeCheck]:
 def list_places(place: Place, body: relax.SeqExpr) -> Iterator[tuple[Place, Any]]:
     """List the bindings of a sequence and of the branches inside it, with where they stand."""
     choices = name_choices(place, body)
-    for binding in (binding for block in body.blocks for binding in block.bindings):
+    for binding in list_bindings(body):
         yield place, binding
         if binding.var in choices:
             inner, value = choices[binding.var], binding.value
@@ -106,7 +106,7 @@ def name_choices(place: Place, body: relax.SeqExpr) -> dict[relax.Var, Place]:
     """
     count: Counter[str] = Counter()
     found = {}
-    for binding in (binding for block in body.blocks for binding in block.bindings):
+    for binding in list_bindings(body):
         if isinstance(binding.value, relax.If):
             name = binding.var.name
             found[binding.var] = (*place, name, count[name])

@@ -27,6 +27,7 @@ from relayquant.ir.dialect.qnn.grouped import ROW_LIMIT
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.reference.inputs import bind_input
 from relayquant.ir.reference.interpreter import evaluate, execute_binding
+from relayquant.ir.rewrite.expressions import list_bindings
 from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.rewrite.lifetimes import find_ends
 
@@ -166,7 +167,7 @@ FLOAT_ROWS = RowRounding()
 
 def cut_subgraphs(func: relax.Function, uses: Mapping[relax.Var, WeightUse]) -> list[LayerSubgraph]:
     """Split the bindings of a function before each weight, up to the last one."""
-    bindings = [binding for block in func.body.blocks for binding in block.bindings]
+    bindings = list(list_bindings(func))
     cuts = [i for i, binding in enumerate(bindings) if binding.var in uses]
     bindings = drop_moves(bindings[: cuts[-1] + 1] if cuts else [], uses)
     cuts = [i for i, binding in enumerate(bindings) if binding.var in uses]

@@ -8,7 +8,7 @@ the generic `llvm` target. Any module that compiles therefore also runs here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from relayquant.ir.reference.single_call import compile_call, describe_operator,
 from relayquant.ir.rewrite.attributes import read_attributes
 from relayquant.ir.rewrite.bind import Model, bind_model
 from relayquant.ir.rewrite.entry import name_main
+from relayquant.ir.rewrite.expressions import list_bindings
 from relayquant.ir.rewrite.function import find_free_name
 from relayquant.ir.rewrite.lifetimes import find_ends
 
@@ -107,13 +108,6 @@ class Closure:
     frame: Frame
 
 
-def iterate_bindings(body: Any) -> Iterator[Any]:
-    """Iterate over the bindings of a function or branch, in order."""
-    if isinstance(body, relax.SeqExpr):
-        for block in body.blocks:
-            yield from block.bindings
-
-
 def execute_function(frame: Frame, function: relax.Function, record: Any) -> Any:
     """Execute a function with parameters that are bound in `frame`, and return its value."""
     return execute_body(frame, function.body, record)
@@ -125,7 +119,7 @@ def execute_body(frame: Frame, body: Any, record: dict[str, Array] | None) -> An
     """
     if not isinstance(body, relax.SeqExpr):
         return evaluate(frame, body, "result")
-    bindings = list(iterate_bindings(body))
+    bindings = list(list_bindings(body))
     if record is not None:
         for binding in bindings:
             record_value(record, binding.var.name, execute_binding(frame, binding))

@@ -18,7 +18,7 @@ from tvm.ir import Call, Op
 
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite.entry import find_entry, name_main
-from relayquant.ir.rewrite.expressions import replace_vars
+from relayquant.ir.rewrite.expressions import list_bindings, replace_vars
 from relayquant.ir.rewrite.function import define_function, find_free_name
 from relayquant.ir.rewrite.graph import free_vars
 from relayquant.ir.rewrite.inline import inline_functions
@@ -83,9 +83,8 @@ class Editor:
         }
         self._builder = relax.BlockBuilder()
         self._helpers = 0
-        for block in func.body.blocks:
-            for binding in block.bindings[:]:
-                self._read(binding)
+        for binding in list_bindings(func):
+            self._read(binding)
         self.result: relax.Expr = func.body.body
         self._resolve_result()
 

@@ -61,10 +61,11 @@ class FunctionGraph:
         return self._users.get(var, [])
 
 
-def list_bindings(func: relax.Function) -> Iterator[Any]:
-    """Return all bindings of a function in order."""
-    if isinstance(func.body, relax.SeqExpr):
-        for block in func.body.blocks:
+def list_bindings(expr: relax.Expr) -> Iterator[Any]:
+    """Return all bindings of a function, or of the body of a function or branch, in order."""
+    body = expr.body if isinstance(expr, relax.Function) else expr
+    if isinstance(body, relax.SeqExpr):
+        for block in body.blocks:
             yield from block.bindings[:]
 
 

@@ -10,7 +10,7 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.errors import format_count
-from relayquant.ir.rewrite.expressions import op_name
+from relayquant.ir.rewrite.expressions import list_bindings, op_name
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
 
 #: Attribute of main: JSON text, name of an input -> number of places. Preparation replaces the mode
@@ -33,26 +33,24 @@ def find_index_limits(func: relax.Function) -> dict[str, int]:
     limits: dict[str, int] = json.loads(str(attrs[LIMITS_ATTR])) if known else {}
     origins: dict[relax.Expr, str] = {param: param.name for param in func.params}
     moved: dict[relax.Expr, relax.Expr] = {}
-    body = func.body
-    for block in body.blocks if isinstance(body, relax.SeqExpr) else ():
-        for binding in block.bindings:
-            value = getattr(binding, "value", None)
-            if isinstance(value, relax.Var) and value in origins:
-                origins[binding.var] = origins[value]
-            if not isinstance(value, Call):
-                continue
-            name, args = op_name(value), value.args
-            if name == "relax.add" and args[0] in origins:
-                moved[binding.var] = args[0]
-            if name == "relax.where" and moved.get(args[1]) == args[2]:  # where(i < 0, i + n, i)
-                origins[binding.var] = origins[args[2]]
-            if name in KEEPING and args[0] in origins and "int" in str(tensor_dtype(binding.var)):
-                origins[binding.var] = origins[args[0]]
-            if name == "relax.take" and args[1] in origins and str(value.attrs.mode) == "fast":
-                count = count_places(value)
-                if count is not None:
-                    index = origins[args[1]]
-                    limits[index] = min(count, limits.get(index, count))
+    for binding in list_bindings(func):
+        value = getattr(binding, "value", None)
+        if isinstance(value, relax.Var) and value in origins:
+            origins[binding.var] = origins[value]
+        if not isinstance(value, Call):
+            continue
+        name, args = op_name(value), value.args
+        if name == "relax.add" and args[0] in origins:
+            moved[binding.var] = args[0]
+        if name == "relax.where" and moved.get(args[1]) == args[2]:  # where(i < 0, i + n, i)
+            origins[binding.var] = origins[args[2]]
+        if name in KEEPING and args[0] in origins and "int" in str(tensor_dtype(binding.var)):
+            origins[binding.var] = origins[args[0]]
+        if name == "relax.take" and args[1] in origins and str(value.attrs.mode) == "fast":
+            count = count_places(value)
+            if count is not None:
+                index = origins[args[1]]
+                limits[index] = min(count, limits.get(index, count))
     return limits
 
 

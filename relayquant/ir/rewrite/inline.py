@@ -14,6 +14,7 @@ from tvm import relax, tirx
 from tvm.ir import Call, GlobalVar, TupleType
 
 from relayquant.errors import ModelError
+from relayquant.ir.rewrite.expressions import list_bindings
 
 #: Replacements for the parameters, values and dimensions of one call of a function.
 Substitution = dict[relax.Var, Any]
@@ -36,8 +37,7 @@ def inline_functions(mod: tvm.IRModule) -> relax.Function:
             the size of a symbolic dimension of the function.
     """
     main = mod["main"]
-    values = (binding.value for block in main.body.blocks for binding in block.bindings)
-    if not any(find_callee(mod, value) for value in values):
+    if not any(find_callee(mod, binding.value) for binding in list_bindings(main)):
         return main
     bindings = list(_copy_bindings(mod, main, {}, ("main",), ""))
     result = bindings.pop().value
@@ -65,23 +65,22 @@ def _copy_bindings(
     `path` holds the functions on the way to `func`. Names get `prefix`. The last binding binds the
     result.
     """
-    for block in func.body.blocks:
-        for binding in block.bindings:
-            value, kind = substitute(binding.value, new), substitute(binding.var.ty, new)
-            name = prefix + binding.var.name
-            callee = find_callee(mod, value)
-            if callee is not None:
-                *inner, last = _copy_call(mod, callee, value, path, name)
-                yield from inner
-                value = last.value
-            var = binding.var
-            if prefix:
-                new[var] = type(var)(name, kind)
-                var = new[var]
-            if isinstance(binding, relax.MatchCast):
-                yield relax.MatchCast(var, value, substitute(binding.ty, new))
-            else:
-                yield relax.VarBinding(var, value)
+    for binding in list_bindings(func):
+        value, kind = substitute(binding.value, new), substitute(binding.var.ty, new)
+        name = prefix + binding.var.name
+        callee = find_callee(mod, value)
+        if callee is not None:
+            *inner, last = _copy_call(mod, callee, value, path, name)
+            yield from inner
+            value = last.value
+        var = binding.var
+        if prefix:
+            new[var] = type(var)(name, kind)
+            var = new[var]
+        if isinstance(binding, relax.MatchCast):
+            yield relax.MatchCast(var, value, substitute(binding.ty, new))
+        else:
+            yield relax.VarBinding(var, value)
     result = substitute(func.body.body, new)
     yield relax.VarBinding(relax.Var(f"{prefix}result", func.ret_ty), result)
 

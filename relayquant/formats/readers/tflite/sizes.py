@@ -27,6 +27,7 @@ from relayquant.formats.readers.given_shapes import (
 from relayquant.formats.readers.names import SourceNode
 from relayquant.formats.readers.refusal import FIX_SIZES, Refusal
 from relayquant.ir.reference.frame import Frame
+from relayquant.ir.rewrite.expressions import list_bindings
 
 #: Numbers in place of a symbolic size. Of two neighbours one is no multiple of any stride; 1 is
 #: repeated by operators; and windows fit into the last. Each size has all of them in another order.
@@ -167,7 +168,7 @@ def check_same(mods: Sequence[tvm.IRModule], sources: Mapping[str, SourceNode]) 
     for other in mods[1:]:
         if structural_equal(mods[0], other, map_free_vars=True):
             continue
-        pairs = zip(list_bindings(mods[0]), list_bindings(other), strict=False)
+        pairs = zip(*(list_bindings(mod["main"]) for mod in (mods[0], other)), strict=False)
         names = (one.var.name for one, two in pairs if str(one) != str(two))
         name = next((each for each in names if each in sources), "")
         kind = f"{sources[name].op} (output {name!r})" if name else "an operator"
@@ -176,7 +177,3 @@ def check_same(mods: Sequence[tvm.IRModule], sources: Mapping[str, SourceNode]) 
             f"size. {FIX_SIZES}.",
             code="RQ202",
         )
-
-
-def list_bindings(mod: tvm.IRModule) -> list[Any]:
-    return [binding for block in mod["main"].body.blocks for binding in block.bindings]
