@@ -23,7 +23,7 @@ from relayquant.config import BackendConfig
 from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.legality import is_integer_operator
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
-from relayquant.ir.ledger import Ledger, LedgerRow, ledger_attrs
+from relayquant.ir.ledger import Ledger, LedgerRow, write_ledger
 from relayquant.ir.ops import QuantOp
 from relayquant.ir.ops.base import accumulator_qparams, make_parameters
 from relayquant.ir.ops.callbacks import run_check, run_match
@@ -40,7 +40,6 @@ from relayquant.ir.rewrite import (
     Rule,
     Skip,
     apply_rules,
-    rewrite_main,
 )
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 from relayquant.ir.rewrite.moves import MOVES
@@ -225,8 +224,7 @@ def add_ledger(
         for row in rows
     ]
     ledger = Ledger(tuple(rows), backend.name)
-    described = rewrite_main(mod, lambda e, b: e.get(b.value), attrs=ledger_attrs(ledger))
-    return name_integers(described)
+    return name_integers(write_ledger(mod, ledger))
 
 
 def moves_integers(source: Graph, var: relax.Var) -> bool:

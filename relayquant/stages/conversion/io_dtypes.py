@@ -21,7 +21,6 @@ from relayquant.ir.ledger import (
     InterfaceValue,
     LedgerRow,
     find_ledger,
-    ledger_attrs,
     read_ledger,
     write_ledger,
 )
@@ -123,7 +122,7 @@ def set_interface(mod: tvm.IRModule) -> tvm.IRModule:
         inputs=tuple(v.with_qparams(inputs.get(v.name)) for v in ledger.inputs),
         outputs=tuple(v.with_qparams(outputs.get(v.name)) for v in ledger.outputs),
     )
-    return rewrite_main(rewritten, lambda e, b: e.get(b.value), attrs=ledger_attrs(ledger))
+    return write_ledger(rewritten, ledger)
 
 
 def read_input(graph: Graph, value: InterfaceValue, rows: Sequence[LedgerRow]) -> QParams:

@@ -25,7 +25,7 @@ from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError
 from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.qnn.recurrent import has_integer_weight
-from relayquant.ir.ledger import Ledger, find_ledger, ledger_attrs
+from relayquant.ir.ledger import Ledger, find_ledger, write_ledger
 from relayquant.ir.ops import Kind, Operand, Output, Quantized, QuantOp
 from relayquant.ir.ops.base import make_parameters
 from relayquant.ir.ops.build import unary_pattern
@@ -47,7 +47,6 @@ from relayquant.ir.rewrite import (
     Skip,
     apply_rules,
     check_attributes,
-    rewrite_main,
 )
 from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
@@ -296,9 +295,7 @@ def record_declined(
                 continue
             skip = declined.get(row.name, Skip("the allow-list has no rule for it"))
             corrected = corrected.with_refusal(row.name, skip.reason, skip.advice)
-    if corrected is ledger:
-        return mod
-    return rewrite_main(mod, lambda e, b: e.get(b.value), attrs=ledger_attrs(corrected))
+    return mod if corrected is ledger else write_ledger(mod, corrected)
 
 
 def has_same_grid(a: QParams, b: QParams) -> bool:

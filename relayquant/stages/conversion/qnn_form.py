@@ -16,7 +16,7 @@ from relayquant.base.qtypes import QParams, Role
 from relayquant.config import Accumulator, BackendConfig, PatternConfig
 from relayquant.errors import ConfigError, QnnError
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
-from relayquant.ir.ledger import Ledger, LedgerRow, find_ledger, ledger_attrs
+from relayquant.ir.ledger import Ledger, LedgerRow, find_ledger, write_ledger
 from relayquant.ir.ops import Operand, Output, Quantized, QuantOp, RealizeContext
 from relayquant.ir.ops.base import DynamicContext, RunTimeQuantized
 from relayquant.ir.ops.callbacks import (
@@ -97,9 +97,7 @@ def realize_qnn(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
     for row in found.quantized:
         if not row.accumulator and (register := find_register(final, row.name)):
             found = found.with_accumulator(row.name, register)
-    if found is ledger:
-        return result
-    return rewrite_main(result, lambda e, b: e.get(b.value), attrs=ledger_attrs(found))
+    return result if found is ledger else write_ledger(result, found)
 
 
 def join_accumulators(mod: tvm.IRModule, ledger: Ledger) -> tvm.IRModule:
