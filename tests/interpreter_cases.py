@@ -10,6 +10,8 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from relayquant.ir.rewrite.function import make_main
+
 op = relax.op
 
 
@@ -18,12 +20,7 @@ def build(make: Any, *arrays: np.ndarray) -> tvm.IRModule:
     params = [
         relax.Var(f"x{i}", relax.TensorType(a.shape, a.dtype.name)) for i, a in enumerate(arrays)
     ]
-    builder = relax.BlockBuilder()
-    with builder.function("main", params):
-        with builder.dataflow():
-            out = builder.emit_output(builder.normalize(make(*params)))
-        builder.emit_func_output(out)
-    return builder.get()
+    return make_main(params, lambda _: make(*params))
 
 
 def floats(*shape: int, low: float = -2.0, high: float = 2.0, seed: int = 0) -> np.ndarray:

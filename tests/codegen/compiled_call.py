@@ -7,17 +7,14 @@ import tvm
 from tvm import relax, tirx
 
 import relayquant as rq
+from relayquant.ir.rewrite.function import make_main
 
 
 def build_reduction(name, shape, dtype, **options):
     """A module of one operator on its last axis. Sizes that are texts are symbolic."""
     extents = [tirx.Var(each, "int64") if isinstance(each, str) else each for each in shape]
-    x, builder = relax.Var("x", relax.TensorType(extents, dtype)), relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            y = builder.emit_output(getattr(relax.op, name)(x, -1, **options))
-        builder.emit_func_output(y)
-    return builder.finalize()
+    x = relax.Var("x", relax.TensorType(extents, dtype))
+    return make_main([x], lambda _: getattr(relax.op, name)(x, -1, **options))
 
 
 def build_call(compute, *arrays):
@@ -26,12 +23,7 @@ def build_call(compute, *arrays):
         relax.Var(f"x{k}", relax.TensorType(array.shape, str(array.dtype)))
         for k, array in enumerate(arrays)
     ]
-    builder = relax.BlockBuilder()
-    with builder.function("main", operands):
-        with builder.dataflow():
-            result = builder.emit_output(builder.normalize(compute(*operands)))
-        builder.emit_func_output(result)
-    return builder.finalize()
+    return make_main(operands, lambda _: compute(*operands))
 
 
 def run_compiled(compute, *arrays):

@@ -10,6 +10,7 @@ from tvm.script import relax as R
 
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ModelError
+from relayquant.ir.rewrite.function import make_main
 
 
 @as_main
@@ -20,12 +21,7 @@ def two_inputs(left: R.Tensor((2, 3), "float32"), right: R.Tensor(("n", 4), "int
 def build_identity(ty: relax.Type) -> tvm.IRModule:
     """main(x) = x for an x of this type."""
     x = relax.Var("x", ty)
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            y = builder.emit_output(x)
-        builder.emit_func_output(y)
-    return builder.finalize()
+    return make_main([x], lambda _: x)
 
 
 def test_describe_inputs__names_shapes_dtypes():

@@ -15,6 +15,7 @@ from tvm.script import relax as R
 import relayquant as rq
 from relayquant.errors import ConfigError, DataError, ModelError
 from relayquant.ir.rewrite.entry import attach_attrs
+from relayquant.ir.rewrite.function import make_main
 from relayquant.ir.state import STATE_ATTR
 from relayquant_runtime import Library
 
@@ -48,12 +49,8 @@ class Sums:
 def make_inverse() -> relax.Function:
     """main(h) -> (1 / h, h)"""
     h = relax.Var("h", R.Tensor((2,), "float32"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [h]):
-        with builder.dataflow():
-            end = builder.emit_output((builder.emit(R.divide(R.const(1.0), h)), h))
-        builder.emit_func_output(end)
-    return builder.get()["main"]
+    mod = make_main([h], lambda builder: (builder.emit(R.divide(R.const(1.0), h)), h))
+    return mod["main"]
 
 
 START = np.array([[1, 2, 3]], "float32")

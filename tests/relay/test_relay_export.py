@@ -22,6 +22,7 @@ from relayquant.errors import ConfigError, ModelError
 from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.legality import LEGAL_STAGES, Stage
 from relayquant.ir.dialect.qnn.attention import ATTENTION_OPERATORS
+from relayquant.ir.rewrite.function import make_main
 from relayquant.relay import from_text, to_text
 from relayquant.relay.export import EXPORTS
 from relayquant.relay.export.quantized_rows import export_as_table
@@ -362,13 +363,9 @@ def test_shapes__that_do_not_fit(shapes, error, message):
 def test_shapes__that_contradict_each_other():
     size = tvm.tirx.Var("n", "int64")
     params = [relax.Var(name, relax.TensorType((size, 3), "float32")) for name in "ab"]
-    builder = relax.BlockBuilder()
-    with builder.function("main", params):
-        with builder.dataflow():
-            result = builder.emit_output(relax.op.add(*params))
-        builder.emit_func_output(result)
+    mod = make_main(params, lambda _: relax.op.add(*params))
     with pytest.raises(ConfigError, match=r"shapes\['a'\] is \(2, 3\), but with the other shapes"):
-        to_text(builder.finalize(), shapes={"a": (2, 3), "b": (4, 3)})
+        to_text(mod, shapes={"a": (2, 3), "b": (4, 3)})
 
 
 @I.ir_module
@@ -411,14 +408,13 @@ def test_exact__what_relay_cannot_compute(name):
 def test_pool__has_as_many_windows_in_relay(kind, padding):
     """With ceil_mode Relay counts a last window that begins behind the data, Relax does not."""
     x = relax.Var("x", relax.TensorType((1, 2, 4, 5), "float32"))
-    builder = relax.BlockBuilder()
     function = getattr(relax.op.nn, f"{kind}_pool2d")
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            made = function(x, [3, 2], [2, 2], padding, ceil_mode=True)
-            result = builder.emit_output(builder.emit(made))
-        builder.emit_func_output(result)
-    mod = builder.finalize()
+
+    def emit(builder):
+        made = function(x, [3, 2], [2, 2], padding, ceil_mode=True)
+        return builder.emit(made)
+
+    mod = make_main([x], emit)
     data = np.random.default_rng(0).normal(size=(1, 2, 4, 5)).astype("float32")
     again = from_text(*to_text(mod))
     (expected,), (found,) = (rq.reference.run(each, [data]) for each in (mod, again))

@@ -15,6 +15,7 @@ import relayquant as rq
 from relayquant.codegen.checks.inputs import check_inputs
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.library.host_functions import IS_INNER
+from relayquant.ir.rewrite.function import make_main
 
 SHAPE = (8, 16)
 
@@ -22,12 +23,7 @@ SHAPE = (8, 16)
 def make_module(compute, *types):
     """main(x0, x1, ...) of one dataflow block."""
     params = [relax.Var(f"x{i}", ty) for i, ty in enumerate(types)]
-    builder = relax.BlockBuilder()
-    with builder.function("main", params):
-        with builder.dataflow():
-            result = builder.emit_output(builder.normalize(compute(*params)))
-        builder.emit_func_output(result)
-    return builder.finalize()
+    return make_main(params, lambda _: compute(*params))
 
 
 def tensor(*shape, dtype="float32"):

@@ -30,6 +30,7 @@ from relayquant.codegen.rewrites.layout import convert_layout
 from relayquant.codegen.rewrites.transposed_blocks import make_pixel_blocks
 from relayquant.ir.dialect import qnn
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
+from relayquant.ir.rewrite.function import make_main
 
 SUMS = Epilogue(Store.ACCUMULATOR, "int32")
 #: (images, height, width)
@@ -159,21 +160,19 @@ def build_free(operator, x_channels: int, weight: np.ndarray, **attrs) -> tvm.IR
     outputs = attrs.pop("outputs")
     scales = relax.const(np.linspace(0.1, 0.2, outputs).astype("float32"))
     zeros = (relax.const(4, "int32"), relax.const(0, "int32"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            call = operator(
-                x,
-                relax.const(weight, "int8"),
-                *zeros,
-                relax.const(0.5, "float32"),
-                scales,
-                data_layout="NHWC",
-                **attrs,
-            )
-            y = builder.emit_output(call)
-        builder.emit_func_output(y)
-    return builder.finalize()
+
+    def emit(_):
+        return operator(
+            x,
+            relax.const(weight, "int8"),
+            *zeros,
+            relax.const(0.5, "float32"),
+            scales,
+            data_layout="NHWC",
+            **attrs,
+        )
+
+    return make_main([x], emit)
 
 
 TRANSPOSES = {
@@ -241,14 +240,13 @@ def test_lower_free_conv2d__sequences(kernel, groups):
     scales = [relax.const(0.5, "float32"), relax.const(np.full(outputs, 0.1, "float32"))]
     zeros = relax.const(4, "int32"), relax.const(0, "int32")
     options = {"padding": (kernel // 2,) * 2, "groups": groups}
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            layouts = {"data_layout": "NWC", "kernel_layout": "OWI"}
-            operands = (x, relax.const(weight, "int8"), *zeros, *scales)
-            y = builder.emit_output(qnn.conv1d(*operands, **layouts, **options))
-        builder.emit_func_output(y)
-    mod = builder.finalize()
+
+    def emit(_):
+        layouts = {"data_layout": "NWC", "kernel_layout": "OWI"}
+        operands = (x, relax.const(weight, "int8"), *zeros, *scales)
+        return qnn.conv1d(*operands, **layouts, **options)
+
+    mod = make_main([x], emit)
     lowered = lower_integer(convert_layout(mod), tvm.target.Target("llvm"))
     names = [op_name(each.value) for each in list_bindings(lowered["main"])]
     assert names == ["relax.call_tir"]
@@ -289,14 +287,10 @@ def test_make_pixel_blocks__leaves_halves_that_are_summed_as_floats():
     sizes = [tirx.Var(name, "int64") for name in ("n", "h", "w")]
     x = relax.Var("x", relax.TensorType([*sizes, 3], "float16"))
     weight = np.random.default_rng(4).normal(size=(3, 5, 2, 2)).astype("float16")
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            options = {"strides": (2, 2), "data_layout": "NHWC", "kernel_layout": "IOHW"}
-            call = relax.op.nn.conv2d_transpose(
-                x, relax.const(weight), out_dtype="float32", **options
-            )
-            y = builder.emit_output(call)
-        builder.emit_func_output(y)
-    mod = builder.finalize()
+
+    def emit(_):
+        options = {"strides": (2, 2), "data_layout": "NHWC", "kernel_layout": "IOHW"}
+        return relax.op.nn.conv2d_transpose(x, relax.const(weight), out_dtype="float32", **options)
+
+    mod = make_main([x], emit)
     assert make_pixel_blocks(mod) is mod

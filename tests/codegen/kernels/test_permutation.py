@@ -12,6 +12,7 @@ from tvm import relax, tirx
 
 import relayquant as rq
 from relayquant.codegen.kernels.permutation import Permutation, make_permutation
+from relayquant.ir.rewrite.function import make_main
 
 CASES = [
     ((1, 64, 20, 30), (0, 2, 3, 1), "float32"),
@@ -63,12 +64,8 @@ def test_has_kernel__where_two_long_axes_change_places_or_one_goes_behind_a_shor
 @pytest.mark.parametrize("axes", [(0, 2, 3, 1), (2, 3, 0, 1), None])
 def test_compile__permute_dims_of_known_and_unknown_sizes(shape, axes):
     x = draw((2, 24, 9, 10), "float32")
-    builder = relax.BlockBuilder()
     n = tirx.Var("n", "int64")
     data = relax.Var("x", relax.TensorType([n if s == "n" else s for s in shape], "float32"))
-    with builder.function("main", [data]):
-        with builder.dataflow():
-            y = builder.emit_output(builder.emit(relax.op.permute_dims(data, axes)))
-        builder.emit_func_output(y)
-    got = rq.Executor(rq.compile(builder.get())).run("main", [x])[0]
+    mod = make_main([data], lambda builder: builder.emit(relax.op.permute_dims(data, axes)))
+    got = rq.Executor(rq.compile(mod)).run("main", [x])[0]
     np.testing.assert_array_equal(got, x.transpose(axes))

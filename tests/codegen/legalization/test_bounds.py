@@ -11,6 +11,7 @@ from compiled_call import build_call, check_exactly, run_compiled
 from tvm import relax, tirx
 
 import relayquant as rq
+from relayquant.ir.rewrite.function import make_main
 
 NAN, INF = np.nan, np.inf
 DATA = np.float32([1, -2, NAN, INF, -INF, 0.5, -0.25, 7] * 3)
@@ -118,12 +119,8 @@ def test_bounds__of_other_floats(dtype):
 
 def test_bounds__that_a_size_gives():
     x = relax.Var("x", relax.TensorType((size := tirx.Var("n", "int64"),), "float32"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            y = builder.emit_output(relax.op.clip(x, tirx.Cast("float32", size), np.inf))
-        builder.emit_func_output(y)
-    (got,) = rq.Executor(rq.compile(builder.finalize())).run("main", [np.float32([1, 5, 2])])
+    mod = make_main([x], lambda _: relax.op.clip(x, tirx.Cast("float32", size), np.inf))
+    (got,) = rq.Executor(rq.compile(mod)).run("main", [np.float32([1, 5, 2])])
     np.testing.assert_array_equal(got, [3, 5, 3])
 
 

@@ -12,16 +12,17 @@ import relayquant as rq
 from relayquant.codegen.legalization.table import LEGALIZATIONS
 from relayquant.errors import ModelError
 from relayquant.ir.dialect import qnn
+from relayquant.ir.rewrite.function import make_main
 
 
 def make_power(exponent, shape=(3, 40), dtype="float32"):
-    x, builder = relax.Var("x", relax.TensorType(shape, dtype)), relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            y = builder.emit(relax.op.power(x, relax.const(exponent, dtype)))
-            result = builder.emit_output(relax.op.add(y, x))
-        builder.emit_func_output(result)
-    return builder.finalize()
+    x = relax.Var("x", relax.TensorType(shape, dtype))
+
+    def emit(builder):
+        y = builder.emit(relax.op.power(x, relax.const(exponent, dtype)))
+        return relax.op.add(y, x)
+
+    return make_main([x], emit)
 
 
 @pytest.mark.sample(5)
@@ -147,12 +148,8 @@ def read_of_batch(x, i):
 def make_index(use, dtype):
     """A function of 8 indices that reads of, or writes to, an array of 4 x 4."""
     x = relax.Var("x", relax.TensorType((4, 4), "float32"))
-    i, builder = relax.Var("i", relax.TensorType((8,), dtype)), relax.BlockBuilder()
-    with builder.function("main", [x, i]):
-        with builder.dataflow():
-            result = builder.emit_output(builder.normalize(use(x, i)))
-        builder.emit_func_output(result)
-    return builder.finalize()
+    i = relax.Var("i", relax.TensorType((8,), dtype))
+    return make_main([x, i], lambda _: use(x, i))
 
 
 def compile_index(use, dtype):
@@ -243,15 +240,16 @@ def test_scatter__reductions_of_the_reference(reduction):
 def test_take__of_indices_that_are_not_there(axis, capfd):
     """In a module that holds integers, which compiles as it is; and TVM warns of nothing."""
     x = relax.Var("x", relax.TensorType((4, 4), "float32"))
-    i, builder = relax.Var("i", relax.TensorType((4,), "int64")), relax.BlockBuilder()
+    i = relax.Var("i", relax.TensorType((4,), "int64"))
     scale, zero = relax.const(1.0, "float32"), relax.const(0, "int32")
-    with builder.function("main", [x, i]):
-        with builder.dataflow():
-            taken = builder.emit(relax.op.take(x, i, axis, "fast"))
-            codes = builder.emit(qnn.quantize(taken, scale, zero, out_dtype="int8"))
-            result = builder.emit_output(qnn.dequantize(codes, scale, zero))
-        builder.emit_func_output(result)
-    machine = relax.VirtualMachine(rq.compile(builder.finalize()), tvm.cpu())
+
+    def emit(builder):
+        taken = builder.emit(relax.op.take(x, i, axis, "fast"))
+        codes = builder.emit(qnn.quantize(taken, scale, zero, out_dtype="int8"))
+        return qnn.dequantize(codes, scale, zero)
+
+    mod = make_main([x, i], emit)
+    machine = relax.VirtualMachine(rq.compile(mod), tvm.cpu())
     data = np.arange(16, dtype="float32").reshape(4, 4)
     for indices in ([0, -1, 2, -4], [10**8, -(10**8), 17, -21]):
         arrays = (data, np.array(indices, "int64"))
@@ -263,14 +261,12 @@ def test_take__of_indices_that_are_not_there(axis, capfd):
 
 
 def make_pad(shape, widths, mode):
-    builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType(shape, "float32"))
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            padded = builder.emit(relax.op.nn.pad(x, widths, mode))
-            result = builder.emit_output(padded)
-        builder.emit_func_output(result)
-    return builder.finalize()
+
+    def emit(builder):
+        return builder.emit(relax.op.nn.pad(x, widths, mode))
+
+    return make_main([x], emit)
 
 
 @pytest.mark.sample(5)

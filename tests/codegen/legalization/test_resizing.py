@@ -20,6 +20,7 @@ from relayquant.codegen.kernels.floating.resize import TASK_VALUES, LinearResize
 from relayquant.codegen.legalization.resizing import read_linear_resize
 from relayquant.codegen.rewrites.layout import TRANSPOSE_RULES
 from relayquant.ir.rewrite import apply_rules
+from relayquant.ir.rewrite.function import make_main
 
 #: (N, C, H, W) -> (H, W). Whole vectors of columns and none, ratios that are whole and not, tasks
 #: of some rows that overlap, one row or column, planes and pixels of few and of many channels.
@@ -57,12 +58,7 @@ def build_resize(
         coordinate_transformation_mode=mode,
         rounding_method="",
     )
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            y = builder.emit_output(resized)
-        builder.emit_func_output(y)
-    return builder.finalize()
+    return make_main([x], lambda _: resized)
 
 
 def find_resize(mod: tvm.IRModule) -> object:

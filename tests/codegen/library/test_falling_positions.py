@@ -7,6 +7,7 @@ import pytest
 from tvm import relax, tirx
 
 import relayquant as rq
+from relayquant.ir.rewrite.function import make_main
 
 op = relax.op
 N = tirx.Var("n", "int64")
@@ -14,12 +15,8 @@ N = tirx.Var("n", "int64")
 
 def compile_body(body, *types: relax.TensorType) -> rq.Executor:
     params = [relax.Var(name, ty) for name, ty in zip("xy", types, strict=False)]
-    builder = relax.BlockBuilder()
-    with builder.function("main", params):
-        with builder.dataflow():
-            result = builder.emit_output(body(builder.emit, *params))
-        builder.emit_func_output(result)
-    return rq.Executor(rq.compile(builder.get()))
+    mod = make_main(params, lambda builder: body(builder.emit, *params))
+    return rq.Executor(rq.compile(mod))
 
 
 #: Operators on x (n, 5, 4), and numpy's form of them.

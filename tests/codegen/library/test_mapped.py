@@ -25,6 +25,7 @@ from relayquant.codegen.library.mmap_constants import (
     quote,
     write_constants,
 )
+from relayquant.ir.rewrite.function import make_main
 
 DTYPES = (
     *("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
@@ -41,17 +42,14 @@ def as_dtype(dtype: str) -> np.dtype:
 
 def build_takes(arrays: list[np.ndarray], with_constants: bool = True) -> tvm.IRModule:
     """Two rows of every constant, by a kernel, and the constants themselves, or not."""
-    builder = relax.BlockBuilder()
     rows = relax.Var("rows", relax.TensorType((2,), "int32"))
-    with builder.function("main", [rows]):
-        with builder.dataflow():
-            constants = [relax.const(tvm.runtime.tensor(array)) for array in arrays]
-            taken = [builder.emit(relax.op.take(c, rows, axis=0)) for c in constants]
-            result = builder.emit_output(
-                relax.Tuple([*taken, *(constants if with_constants else [])])
-            )
-        builder.emit_func_output(result)
-    return builder.finalize()
+
+    def emit(builder):
+        constants = [relax.const(tvm.runtime.tensor(array)) for array in arrays]
+        taken = [builder.emit(relax.op.take(c, rows, axis=0)) for c in constants]
+        return relax.Tuple([*taken, *(constants if with_constants else [])])
+
+    return make_main([rows], emit)
 
 
 def draw_arrays() -> list[np.ndarray]:
@@ -124,12 +122,8 @@ def test_mapped__modules_without_kernels_are_saved(tmp_path):
 def test_mapped__modules_without_inputs_are_saved(tmp_path, is_run):
     """The result is a constant: neither a kernel nor a check of inputs is compiled."""
     array = np.arange(3, dtype="float32")
-    builder = relax.BlockBuilder()
-    with builder.function("main", []):
-        with builder.dataflow():
-            result = builder.emit_output(relax.op.negative(relax.const(array)))
-        builder.emit_func_output(result)
-    executable = rq.compile(builder.finalize())
+    mod = make_main([], lambda _: relax.op.negative(relax.const(array)))
+    executable = rq.compile(mod)
     if is_run:
         np.testing.assert_array_equal(rq.Executor(executable).run("main", [])[0], -array)
     executable.export_library(str(tmp_path / "fixed.so"))

@@ -9,6 +9,7 @@ from tvm import relax, te, tirx
 from tvm.script import relax as R
 
 import relayquant as rq
+from relayquant.ir.rewrite.function import make_main
 
 BLOCK = 2
 
@@ -40,14 +41,14 @@ def test_moved_blocks_of_symbolic_sizes__as_numpy(move):
     # With a correction of each division for negative numbers LLVM takes minutes.
     sizes = [tirx.Var(name, "int64") for name in "nchw"]
     split, axes, joined = move(*sizes)
-    builder = relax.BlockBuilder()
     data = relax.Var("data", R.Tensor(sizes, "float32"))
-    with builder.function("main", [data]):
-        with builder.dataflow():
-            moved = builder.emit(R.permute_dims(builder.emit(R.reshape(data, split)), axes))
-            result = builder.emit_output(R.reshape(moved, joined))
-        builder.emit_func_output(result)
-    machine = relax.VirtualMachine(rq.compile(builder.get(), "llvm"), tvm.cpu())
+
+    def emit(builder):
+        moved = builder.emit(R.permute_dims(builder.emit(R.reshape(data, split)), axes))
+        return R.reshape(moved, joined)
+
+    mod = make_main([data], emit)
+    machine = relax.VirtualMachine(rq.compile(mod, "llvm"), tvm.cpu())
     for given in (3, 8, 4, 6), (1, 4, 2, 12):
         values = np.arange(np.prod(given), dtype="float32").reshape(given)
         split, _, joined = move(*given)
@@ -59,16 +60,12 @@ def test_moved_blocks_of_symbolic_sizes__as_numpy(move):
 def test_number_of_caller__rounds_down(divisor):
     # It is no size, so it may be negative.
     number = tirx.Var("number", "int64")
-    builder = relax.BlockBuilder()
     shape = relax.Var("shape", R.Shape([number]))
 
     def divide(divisor):
         return te.compute((7,), lambda i: tirx.floordiv(i, divisor), name="quotient")
 
-    with builder.function("main", [shape]):
-        with builder.dataflow():
-            result = builder.emit_output(builder.call_te(divide, number))
-        builder.emit_func_output(result)
-    machine = relax.VirtualMachine(rq.compile(builder.get(), "llvm"), tvm.cpu())
+    mod = make_main([shape], lambda builder: builder.call_te(divide, number))
+    machine = relax.VirtualMachine(rq.compile(mod, "llvm"), tvm.cpu())
     found = machine["main"](tvm.runtime.ShapeTuple([divisor])).numpy()
     np.testing.assert_array_equal(found, np.arange(7) // divisor)

@@ -21,19 +21,15 @@ from relayquant.codegen.lowering.floating import lower_float
 from relayquant.codegen.rewrites.layout import convert_layout
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
 from relayquant.ir.rewrite.expressions import op_name
+from relayquant.ir.rewrite.function import make_main
 
 TARGET = resolve_target()
 
 
 def make_module(emit, *shapes: tuple) -> tvm.IRModule:
     """A module whose `main` takes float32 tensors and returns `emit(builder, *vars)`."""
-    bb = relax.BlockBuilder()
     args = [relax.Var(f"x{i}", relax.TensorType(s, "float32")) for i, s in enumerate(shapes)]
-    with bb.function("main", args):
-        with bb.dataflow():
-            out = bb.emit_output(emit(bb, *args))
-        bb.emit_func_output(out)
-    return bb.get()
+    return make_main(args, lambda bb: emit(bb, *args))
 
 
 def const(rng: np.random.Generator, *shape: int) -> relax.Expr:

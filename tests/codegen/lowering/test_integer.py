@@ -21,6 +21,7 @@ from relayquant.codegen.lowering.integer.lower import call_kernels, lower_intege
 from relayquant.codegen.rewrites.layout import convert_layout
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.expressions import op_name
+from relayquant.ir.rewrite.function import make_main
 from relayquant.stages.backends.x86 import X86
 
 RNG = np.random.default_rng(7)
@@ -36,12 +37,7 @@ def build_model(body, shape: tuple, symbolic: bool, axis: int = 0) -> tvm.IRModu
     if symbolic:
         sizes[axis] = tvm.tirx.Var("n", "int64")
     x = relax.Var("x", relax.TensorType(sizes, "float32"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            y = builder.emit_output(builder.normalize(body(builder, x)))
-        builder.emit_func_output(y)
-    return builder.finalize()
+    return make_main([x], lambda builder: body(builder, x))
 
 
 def conv(builder, x, out, in_, kernel=3, **attrs):
@@ -253,14 +249,14 @@ def test_lower_integer__values_of_heads_are_not_transposed(symbolic):
 def test_lower_integer__dense_of_any_batch_and_length():
     batch, length = tvm.tirx.Var("n", "int64"), tvm.tirx.Var("length", "int64")
     x = relax.Var("x", relax.TensorType((batch, length, 12), "float32"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            y = builder.emit(relax.op.matmul(x, constant(12, 24)))
-            y = builder.emit(relax.op.nn.relu(builder.emit(relax.op.add(y, constant(24)))))
-            y = builder.emit_output(builder.normalize(relax.op.matmul(y, constant(24, 12))))
-        builder.emit_func_output(y)
-    qmod, _ = quantize_random(builder.finalize(), (2, 9, 12))
+
+    def emit(builder):
+        y = builder.emit(relax.op.matmul(x, constant(12, 24)))
+        y = builder.emit(relax.op.nn.relu(builder.emit(relax.op.add(y, constant(24)))))
+        return relax.op.matmul(y, constant(24, 12))
+
+    mod = make_main([x], emit)
+    qmod, _ = quantize_random(mod, (2, 9, 12))
     graph = Graph(lower_integer(qmod, resolve_target("llvm -mcpu=cascadelake")))
     assert "relax.qnn.dense" not in {graph.op_name(binding.var) for binding in graph.bindings}
     executor = Executor(rq.compile(qmod))

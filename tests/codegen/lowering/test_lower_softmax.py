@@ -11,6 +11,7 @@ from tvm.relax import op
 import relayquant as rq
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.lowering.integer.lower import lower_integer
+from relayquant.ir.rewrite.function import make_main
 from relayquant.ir.rewrite.graph import call_name
 
 SCORES = (2, 3, 20, 37)
@@ -27,12 +28,8 @@ def make_module(body, shape=SCORES, dtype="float32"):
     extents = [
         symbols.setdefault(e, tvm.tirx.Var(e, "int64")) if isinstance(e, str) else e for e in shape
     ]
-    x, builder = relax.Var("x", relax.TensorType(extents, dtype)), relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            out = builder.emit_output(relax.Tuple(body(builder.emit, x)))
-        builder.emit_func_output(out)
-    return builder.finalize()
+    x = relax.Var("x", relax.TensorType(extents, dtype))
+    return make_main([x], lambda builder: relax.Tuple(body(builder.emit, x)))
 
 
 def quantize(emit, y, dtype="uint8", scale=1 / 255):

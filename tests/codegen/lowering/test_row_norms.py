@@ -15,6 +15,7 @@ from tvm.relax import op
 import relayquant as rq
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.lowering.row_norms import lower_row_norms
+from relayquant.ir.rewrite.function import make_main
 from relayquant.ir.rewrite.graph import call_name
 
 WIDTH, EPSILON = 48, 1e-5
@@ -75,12 +76,8 @@ def make_module(body, shape=(2, "n", WIDTH)):
     extents = [
         symbols.setdefault(e, tvm.tirx.Var(e, "int64")) if isinstance(e, str) else e for e in shape
     ]
-    x, builder = relax.Var("x", relax.TensorType(extents, "float32")), relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            out = builder.emit_output(relax.Tuple(body(builder.emit, x)))
-        builder.emit_func_output(out)
-    return builder.finalize()
+    x = relax.Var("x", relax.TensorType(extents, "float32"))
+    return make_main([x], lambda builder: relax.Tuple(body(builder.emit, x)))
 
 
 def list_names(mod):
@@ -334,12 +331,7 @@ def make_inputs_module(shapes, body):
         )
         for i, shape in enumerate(shapes)
     ]
-    builder = relax.BlockBuilder()
-    with builder.function("main", xs):
-        with builder.dataflow():
-            out = builder.emit_output(relax.Tuple(body(builder, *xs)))
-        builder.emit_func_output(out)
-    return builder.finalize()
+    return make_main(xs, lambda builder: relax.Tuple(body(builder, *xs)))
 
 
 def scaled_by_itself(builder, a, b):

@@ -12,6 +12,7 @@ from relayquant.base.runtime import Executor
 from relayquant.codegen.rewrites.zero_point_correction import subtract_zero_points
 from relayquant.ir.dialect import qnn
 from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.function import make_main
 from relayquant.ir.rewrite.graph import constant_value
 
 RNG = np.random.default_rng(3)
@@ -22,12 +23,7 @@ def build_product(op, weight: np.ndarray, zero, shape: tuple, **attrs) -> tvm.IR
     x = relax.Var("x", relax.TensorType(shape, "uint8"))
     constant = relax.const(weight, str(weight.dtype))
     zero = relax.const(np.asarray(zero, "int32"), "int32")
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            y = builder.emit_output(op(x, constant, 7, zero, 1.0, 1.0, **attrs))
-        builder.emit_func_output(y)
-    return builder.finalize()
+    return make_main([x], lambda _: op(x, constant, 7, zero, 1.0, 1.0, **attrs))
 
 
 def test_scales_and_zero_points_per_channel__compile():
@@ -37,12 +33,7 @@ def test_scales_and_zero_points_per_channel__compile():
     zero = relax.const(np.arange(90, 95, dtype="int32"))
     scale = relax.const(np.linspace(0.01, 0.05, 5, dtype="float32"))
     x = relax.Var("x", relax.TensorType(shape, "uint8"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            y = builder.emit_output(qnn.conv2d(x, weight, 7, zero, 0.5, scale, **PADDED))
-        builder.emit_func_output(y)
-    mod = builder.finalize()
+    mod = make_main([x], lambda _: qnn.conv2d(x, weight, 7, zero, 0.5, scale, **PADDED))
     data = draw(0, 255, *shape, dtype="uint8")
     expected = rq.reference.run(mod, [data])[0]
     np.testing.assert_array_equal(Executor(rq.compile(mod)).run("main", [data])[0], expected)

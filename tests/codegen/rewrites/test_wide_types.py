@@ -9,6 +9,7 @@ from compiled_call import check_exactly, run_compiled
 from tvm import relax
 
 from relayquant.codegen.rewrites.type_promotion import widen_types
+from relayquant.ir.rewrite.function import make_main
 
 SORTED = ["bool", "int8", "uint8", "int16", "uint32", "int32", "int64", "float32"]
 
@@ -119,10 +120,6 @@ def test_reductions__of_truths(name):
 
 
 def test_widen_types__leaves_what_TVM_has_code_for():
-    x, builder = relax.Var("x", relax.TensorType((4,), "float32")), relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            result = builder.emit_output(relax.op.asin(relax.op.max(x)))
-        builder.emit_func_output(result)
-    mod = builder.finalize()
+    x = relax.Var("x", relax.TensorType((4,), "float32"))
+    mod = make_main([x], lambda _: relax.op.asin(relax.op.max(x)))
     tvm.ir.assert_structural_equal(widen_types(mod), mod)

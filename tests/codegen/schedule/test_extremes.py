@@ -12,18 +12,14 @@ from tvm.script import tirx as T
 import relayquant as rq
 from relayquant.base.runtime import Executor
 from relayquant.codegen.schedule.reduction_init import begin_at_infinity
+from relayquant.ir.rewrite.function import make_main
 
 LOWEST = float(np.finfo("float32").min)
 
 
 def make_model(shape, compute, dtype="float32") -> tvm.IRModule:
-    bb = relax.BlockBuilder()
     x = relax.Var("x", R.Tensor(shape, dtype))
-    with bb.function("main", [x]):
-        with bb.dataflow():
-            result = bb.emit_output(bb.normalize(compute(x)))
-        bb.emit_func_output(result)
-    return bb.get()
+    return make_main([x], lambda _: compute(x))
 
 
 @pytest.mark.sample(4)

@@ -15,6 +15,7 @@ from relayquant.codegen.schedule.flat_positions import (
     flatten_positions,
 )
 from relayquant.codegen.schedule.schedule_pass import schedule_functions
+from relayquant.ir.rewrite.function import make_main
 
 TARGET = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v4"})
 #: Sizes that no vector of bytes, or of floats, divides but together: windows of a transformer,
@@ -24,12 +25,7 @@ SIZES = [(3, 49, 32), (7, 9, 20), (2, 49, 49), (5, 12, 24), (6, 2, 49), (64, 3, 
 
 def make_module(body, shape, dtype):
     x = relax.Var("x", relax.TensorType(shape, dtype))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            out = builder.emit_output(body(x))
-        builder.emit_func_output(out)
-    return builder.finalize()
+    return make_main([x], lambda _: body(x))
 
 
 def take_second(x):

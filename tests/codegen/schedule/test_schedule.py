@@ -27,6 +27,7 @@ from relayquant.codegen.schedule.schedule_pass import (
 )
 from relayquant.codegen.schedule.scheduler import PARALLEL_WORK, FunctionScheduler, find_bound
 from relayquant.ir.dialect import qnn
+from relayquant.ir.rewrite.function import make_main
 
 TARGET = resolve_target()
 rng = np.random.default_rng(7)
@@ -62,16 +63,11 @@ def run_both(mod: tvm.IRModule, *arrays: np.ndarray) -> tuple[np.ndarray, np.nda
 
 def make_module(emit, *parameters: tuple[tuple, str]) -> tvm.IRModule:
     """A module whose `main` takes tensors of the given (shape, dtype) and returns `emit(*vars)`."""
-    bb = relax.BlockBuilder()
     args = [
         relax.Var(f"x{i}", relax.TensorType(shape, dtype))
         for i, (shape, dtype) in enumerate(parameters)
     ]
-    with bb.function("main", args):
-        with bb.dataflow():
-            out = bb.emit_output(emit(bb, *args))
-        bb.emit_func_output(out)
-    return bb.get()
+    return make_main(args, lambda bb: emit(bb, *args))
 
 
 def random_ints(shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -414,12 +410,9 @@ def test_schedule_functions__reductions_of_nothing_are_their_start(name, shape, 
     """Sizes of 0 that are known at run time only, after a run with others."""
     sizes = {each: tirx.Var(each, "int64") for each in shape if isinstance(each, str)}
     extents = [sizes.get(each, each) for each in shape]
-    x, builder = relax.Var("x", relax.TensorType(extents, "float32")), relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            y = builder.emit_output(getattr(relax.op, name)(x, axes and [*axes]))
-        builder.emit_func_output(y)
-    machine = rq.Executor(rq.compile(builder.finalize()))
+    x = relax.Var("x", relax.TensorType(extents, "float32"))
+    mod = make_main([x], lambda _: getattr(relax.op, name)(x, axes and [*axes]))
+    machine = rq.Executor(rq.compile(mod))
     for size in (5, 0, 5, 0):
         data = np.full([size if isinstance(e, str) else e for e in shape], 3.0, "float32")
         (got,) = machine.run("main", [data])

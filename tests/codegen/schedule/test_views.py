@@ -11,6 +11,7 @@ from tvm.relax import op
 import relayquant as rq
 from relayquant.codegen.schedule.fusion import KEEP_APART
 from relayquant.ir.dialect.loops import OPAQUE
+from relayquant.ir.rewrite.function import make_main
 
 SHAPE = (2, 3, 20, 16)
 
@@ -19,12 +20,7 @@ def make_module(body, shape=SHAPE, dtype="uint8"):
     """main(x) of what `body(emit, x)` gives."""
     n = tvm.tirx.Var("n", "int64")
     x = relax.Var("x", relax.TensorType([n if e == "n" else e for e in shape], dtype))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            out = builder.emit_output(body(builder.emit, x))
-        builder.emit_func_output(out)
-    return builder.finalize()
+    return make_main([x], lambda builder: body(builder.emit, x))
 
 
 def list_views(mod):

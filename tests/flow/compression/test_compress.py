@@ -26,6 +26,7 @@ import relayquant as rq
 from relayquant.base.grouping import GroupFormat, quantize_groups
 from relayquant.base.packing import CODE_BITS
 from relayquant.errors import ConfigError, ModelError
+from relayquant.ir.rewrite.function import make_main
 
 
 @pytest.fixture(scope="module")
@@ -103,17 +104,16 @@ def test_compress__one_function_with_a_constant(axes):
     rng = np.random.default_rng(0)
     weight = rng.normal(size=(40, 24)).astype("float32")
     stack = relax.const(rng.normal(size=(1, 2, 24, 3)).astype("float32"))
-    builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType([tvm.tirx.Var("n", "int64"), 40], "float32"))
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            w = relax.const(weight)
-            if axes:
-                w = builder.emit(relax.op.permute_dims(relax.const(weight.T.copy()), axes))
-            h = builder.emit(relax.op.matmul(x, w))
-            y = builder.emit_output(relax.op.matmul(h, stack))
-        builder.emit_func_output(y)
-    mod = builder.finalize()
+
+    def emit(builder):
+        w = relax.const(weight)
+        if axes:
+            w = builder.emit(relax.op.permute_dims(relax.const(weight.T.copy()), axes))
+        h = builder.emit(relax.op.matmul(x, w))
+        return relax.op.matmul(h, stack)
+
+    mod = make_main([x], emit)
     q = rq.compress_weights(mod, bits=8, group_size=16)
     (call,) = select_calls(q, "relax.qnn.grouped_dense")["main"]
     assert tuple(call.args[2].value.shape) == (24, 40)
@@ -197,14 +197,10 @@ def test_compress__nothing_to_compress_for_reasons():
     """They are in the error: there is no module whose ledger could have them."""
     weight = np.ones((32, 8), "float32")
     weight[3, 1] = np.nan
-    bb = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((2, 32), "float32"))
-    with bb.function("main", [x]):
-        with bb.dataflow():
-            out = bb.emit_output(bb.emit(relax.op.matmul(x, relax.const(weight)), "y"))
-        bb.emit_func_output(out)
+    mod = make_main([x], lambda bb: bb.emit(relax.op.matmul(x, relax.const(weight)), "y"))
     with pytest.raises(ModelError, match=r"matmul at 'y' of 'main': its weight has 1 value not f"):
-        rq.compress_weights(bb.get())
+        rq.compress_weights(mod)
 
 
 def test_row_scales__of_weights_in_groups_are_those_of_int8():
@@ -217,16 +213,15 @@ def test_row_scales__of_weights_in_groups_are_those_of_int8():
 
 def make_lookup(table, mode, weight=None):
     """take(table, i) of run-time indices, @ weight."""
-    builder = relax.BlockBuilder()
     i = relax.Var("i", relax.TensorType([5], "int64"))
-    with builder.function("main", [i]):
-        with builder.dataflow():
-            rows = builder.emit(relax.op.take(relax.const(table), i, axis=0, mode=mode), "rows")
-            if weight is not None:
-                rows = builder.emit(relax.op.matmul(rows, relax.const(weight)), "product")
-            rows = builder.emit_output(rows)
-        builder.emit_func_output(rows)
-    return builder.finalize()
+
+    def emit(builder):
+        rows = builder.emit(relax.op.take(relax.const(table), i, axis=0, mode=mode), "rows")
+        if weight is not None:
+            rows = builder.emit(relax.op.matmul(rows, relax.const(weight)), "product")
+        return rows
+
+    return make_main([i], emit)
 
 
 #: Mode of take -> where indices of a table of six rows read, and what it says if it stays.
@@ -384,18 +379,17 @@ def test_compress__rows_of_a_symbolic_size(activation):
 def make_products_of_any_shape(rank, *, has_known):
     """y = x @ w for x of any shape, and if it `has_known` sizes, z = (x cast to (m, 64)) @ w."""
     weight = relax.const(np.random.default_rng(0).normal(size=(64, 48)).astype("float32"))
-    builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType(dtype="float32", ndim=rank))
     rows = relax.TensorType([tirx.Var("m", "int64"), 64], "float32")
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            values = [builder.emit(relax.op.matmul(x, weight), "y")]
-            if has_known:
-                known = builder.match_cast(x, rows, "known")
-                values.append(builder.emit(relax.op.matmul(known, weight), "z"))
-            out = builder.emit_output(relax.Tuple(values))
-        builder.emit_func_output(out)
-    return builder.finalize()
+
+    def emit(builder):
+        values = [builder.emit(relax.op.matmul(x, weight), "y")]
+        if has_known:
+            known = builder.match_cast(x, rows, "known")
+            values.append(builder.emit(relax.op.matmul(known, weight), "z"))
+        return relax.Tuple(values)
+
+    return make_main([x], emit)
 
 
 @pytest.mark.parametrize("rank", [-1, 1, 2])

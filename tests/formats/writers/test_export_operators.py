@@ -16,6 +16,7 @@ from tvm import relax, tirx
 import relayquant as rq
 from relayquant.errors import ModelError
 from relayquant.ir.dialect import qnn
+from relayquant.ir.rewrite.function import make_main
 from relayquant.stages.preparation import prepare_module
 
 runtime = pytest.importorskip("onnxruntime")
@@ -512,12 +513,8 @@ def test_where__of_every_type(dtype, tmp_path):
         info = np.finfo(dtype) if dtype.startswith("float") else np.iinfo(dtype)
         low, high = info.min, info.max
     other = np.array([high, low, 0], dtype)
-    builder = relax.BlockBuilder()
-    with builder.function("main", [c, a]):
-        with builder.dataflow():
-            y = builder.emit_output(op.where(c, a, relax.const(other, dtype)))
-        builder.emit_func_output(y)
-    path = rq.export_onnx(builder.get(), tmp_path / "m.onnx")
+    mod = make_main([c, a], lambda _: op.where(c, a, relax.const(other, dtype)))
+    path = rq.export_onnx(mod, tmp_path / "m.onnx")
     given = {"c": np.array([True, False, True]), "a": np.array([[low, 1, high]] * 2, dtype)}
     (got,) = run_onnxruntime(path, given)
     assert got.dtype == dtype
@@ -579,12 +576,8 @@ def test_integers__that_are_chosen_of_every_type(name, dtype, tmp_path):
     x = RNG.integers(info.min, info.max + 1, (2, 3, 4, 5)).astype(dtype)
     x[:, 0, 0, :2] = info.min, info.max
     var = relax.Var("x", relax.TensorType(x.shape, dtype))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [var]):
-        with builder.dataflow():
-            y = builder.emit_output(build(var))
-        builder.emit_func_output(y)
-    path = rq.export_onnx(builder.get(), tmp_path / "m.onnx")
+    mod = make_main([var], lambda _: build(var))
+    path = rq.export_onnx(mod, tmp_path / "m.onnx")
     (got,) = run_onnxruntime(path, {"x": x})
     expected = compute(x)
     assert got.dtype == expected.dtype

@@ -11,6 +11,7 @@ from tvm import relax
 
 import relayquant.ir.dialect  # noqa: F401  registers the operators
 from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.ir.rewrite.function import make_main
 
 HOST_TARGET = resolve_target(None)
 TARGETS: tuple[Any, ...] = ("llvm", HOST_TARGET)
@@ -18,13 +19,8 @@ TARGETS: tuple[Any, ...] = ("llvm", HOST_TARGET)
 
 def make_module(make_call: Callable[..., Any], types: Sequence[relax.TensorType]) -> tvm.IRModule:
     """A module whose main takes tensors of `types` and returns make_call(*variables)."""
-    builder = relax.BlockBuilder()
     variables = [relax.Var(f"v{i}", ty) for i, ty in enumerate(types)]
-    with builder.function("main", variables):
-        with builder.dataflow():
-            result = builder.emit_output(builder.emit(make_call(*variables)))
-        builder.emit_func_output(result)
-    return builder.finalize()
+    return make_main(variables, lambda builder: builder.emit(make_call(*variables)))
 
 
 def type_of(array: np.ndarray) -> relax.TensorType:

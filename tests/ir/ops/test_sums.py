@@ -26,6 +26,7 @@ from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.accumulator_range import bound_sums, choose_accumulator_dtype
 from relayquant.ir.ops import BUILTIN_OPS, QuantOp
 from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.function import make_main
 
 SUMMING = {row.name: row for row in BUILTIN_OPS if row.accumulator_axis is not None}
 #: one row of each operator, on which all pairs of dtypes are tried
@@ -329,12 +330,7 @@ def test_report__counts_registers_of_the_kernels():
 
 def run_both(expr: relax.Expr, inputs: dict[str, relax.Var], values: dict[str, np.ndarray]):
     """One operator in numpy, compiled code having been found equal."""
-    builder = relax.BlockBuilder()
-    with builder.function("main", list(inputs.values())):
-        with builder.dataflow():
-            result = builder.emit_output(builder.emit(expr))
-        builder.emit_func_output(result)
-    mod = builder.finalize()
+    mod = make_main(list(inputs.values()), lambda builder: builder.emit(expr))
     assert rq.verify(mod, values).is_equal
     return rq.reference.run(mod, values)[0]
 

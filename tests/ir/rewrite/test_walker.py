@@ -13,6 +13,7 @@ from tvm.script import tirx as T
 
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite import Graph, rewrite_main
+from relayquant.ir.rewrite.function import make_main
 
 
 def copy_binding(emitter, binding):
@@ -153,12 +154,8 @@ def test_rewrite__parameter_returned_directly():
 
 def test_rewrite__function_that_only_returns_its_parameter():
     x = relax.Var("x", relax.TensorType((2,), "float32"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            out = builder.emit_output(x)
-        builder.emit_func_output(out)
-    new = rewrite_main(builder.finalize(), copy_binding)
+    mod = make_main([x], lambda _: x)
+    new = rewrite_main(mod, copy_binding)
     relax.analysis.well_formed(new)
     assert [p.name for p in new["main"].params] == ["x"]
 

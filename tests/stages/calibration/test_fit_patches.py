@@ -11,6 +11,7 @@ from tvm import relax
 
 from relayquant.ir import reference
 from relayquant.ir.rewrite import Graph, Match
+from relayquant.ir.rewrite.function import make_main
 from relayquant.stages.calibration.weights.patches import LinearView, make_linear_view
 
 CASES = {
@@ -26,12 +27,8 @@ LAYOUTS = [("NCHW", "OIHW"), ("NHWC", "HWIO")]
 
 
 def match_call(call: relax.Call, params: list[relax.Var]) -> Match:
-    builder = relax.BlockBuilder()
-    with builder.function("main", params):
-        with builder.dataflow():
-            out = builder.emit_output(builder.normalize(call))
-        builder.emit_func_output(out)
-    mod: tvm.IRModule = builder.finalize()
+    built = make_main(params, lambda _: call)
+    mod: tvm.IRModule = built
     graph = Graph(mod)
     root = graph.bindings[-1].var
     args = graph.values[root].args

@@ -18,6 +18,7 @@ from relayquant.ir.dialect import qnn
 from relayquant.ir.ops import Quantized
 from relayquant.ir.reference import run
 from relayquant.ir.rewrite import Skip
+from relayquant.ir.rewrite.function import make_main
 from relayquant.stages.backends import GENERIC, X86
 from relayquant.stages.conversion import AffineRule, expand_affine
 from relayquant.stages.conversion.propagate import axis_after_reshape
@@ -129,12 +130,8 @@ def test_dequantize_through_clip__bounds_on_the_grid():
 )
 def test_dequantize_through_clip__bounds_are_rounded_and_saturated(low, high, expected):
     q = relax.Var("q", relax.TensorType((4,), "uint8"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [q]):
-        with builder.dataflow():
-            out = builder.emit_output(relax.op.clip(builder.emit(dequantize(q)), low, high))
-        builder.emit_func_output(out)
-    new = expand_affine(builder.finalize(), X86)
+    mod = make_main([q], lambda builder: relax.op.clip(builder.emit(dequantize(q)), low, high))
+    new = expand_affine(mod, X86)
     (block,) = new["main"].body.blocks
     calls = [binding.value for binding in block.bindings]
     clips = [call for call in calls if call.op.name == "relax.clip"]
@@ -237,12 +234,7 @@ def test_dequantize_per_channel__axis_moves_with_the_channels():
 )
 def test_dequantize__stops_where_no_rule_holds(op):
     q = relax.Var("q", relax.TensorType((2, 3, 4, 4), "int32"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [q]):
-        with builder.dataflow():
-            out = builder.emit_output(op(builder.emit(dequantize_channels(q))))
-        builder.emit_func_output(out)
-    mod = builder.finalize()
+    mod = make_main([q], lambda builder: op(builder.emit(dequantize_channels(q))))
     assert expand_affine(mod, X86).same_as(mod)
 
 
@@ -269,13 +261,12 @@ def test_dequantize__parameters_of_one_channel_outlive_its_axis():
     """They are those of the tensor: a depth of 1 that is squeezed away keeps nothing in float."""
     q = relax.Var("q", relax.TensorType((4, 1, 6), "int32"))
     one = relax.const(np.array([0.25], "float32")), relax.const(np.array([3], "int32"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [q]):
-        with builder.dataflow():
-            d = builder.emit(qnn.dequantize(q, *one, axis=1))
-            out = builder.emit_output(relax.op.reshape(d, (24,)))
-        builder.emit_func_output(out)
-    mod = builder.finalize()
+
+    def emit(builder):
+        d = builder.emit(qnn.dequantize(q, *one, axis=1))
+        return relax.op.reshape(d, (24,))
+
+    mod = make_main([q], emit)
     new = expand_affine(mod, X86)
     (block,) = new["main"].body.blocks
     last = block.bindings[-1].value

@@ -10,6 +10,7 @@ from tvm import relax, tirx
 
 import relayquant as rq
 from relayquant.ir import reference
+from relayquant.ir.rewrite.function import make_main
 from relayquant.ir.rewrite.graph import call_name
 from relayquant.stages.preparation import prepare_module
 
@@ -22,33 +23,31 @@ def write_loop(cell, feedback, steps=STEPS):
     """LSTM steps as frontends write them: two products, a split, and four activations."""
     own, state = (each.detach().numpy().T for each in (cell.weight_ih, cell.weight_hh))
     bias = (cell.bias_ih + cell.bias_hh).detach().numpy()
-    bb, op = relax.BlockBuilder(), relax.op
+    op = relax.op
     x = relax.Var("x", relax.TensorType((BATCH, steps, INPUTS), "float32"))
-    with bb.function("main", [x]):
-        with bb.dataflow():
-            parts = bb.emit(op.split(x, steps, 1))
-            hidden = memory = None
-            outputs = []
-            for at in range(steps):
-                row = bb.emit(op.squeeze(bb.emit(parts[at]), [1]))
-                if feedback and hidden is not None:
-                    row = bb.emit(
-                        op.add(row, bb.emit(op.strided_slice(hidden, [1], [0], [INPUTS])))
-                    )
-                gates = bb.emit(op.matmul(row, relax.const(own)))
-                if hidden is not None:
-                    gates = bb.emit(op.add(gates, bb.emit(op.matmul(hidden, relax.const(state)))))
-                gates = bb.emit(op.split(bb.emit(op.add(gates, relax.const(bias))), 4, 1))
-                entry, forget, out = (bb.emit(op.sigmoid(gates[k])) for k in (0, 1, 3))
-                new = bb.emit(op.multiply(entry, bb.emit(op.tanh(gates[2]))))
-                if memory is not None:
-                    new = bb.emit(op.add(new, bb.emit(op.multiply(memory, forget))))
-                memory = new
-                hidden = bb.emit(op.multiply(out, bb.emit(op.tanh(memory))))
-                outputs.append(hidden)
-            result = bb.emit_output(op.stack(outputs, 1))
-        bb.emit_func_output(result)
-    return bb.finalize()
+
+    def emit(bb):
+        parts = bb.emit(op.split(x, steps, 1))
+        hidden = memory = None
+        outputs = []
+        for at in range(steps):
+            row = bb.emit(op.squeeze(bb.emit(parts[at]), [1]))
+            if feedback and hidden is not None:
+                row = bb.emit(op.add(row, bb.emit(op.strided_slice(hidden, [1], [0], [INPUTS]))))
+            gates = bb.emit(op.matmul(row, relax.const(own)))
+            if hidden is not None:
+                gates = bb.emit(op.add(gates, bb.emit(op.matmul(hidden, relax.const(state)))))
+            gates = bb.emit(op.split(bb.emit(op.add(gates, relax.const(bias))), 4, 1))
+            entry, forget, out = (bb.emit(op.sigmoid(gates[k])) for k in (0, 1, 3))
+            new = bb.emit(op.multiply(entry, bb.emit(op.tanh(gates[2]))))
+            if memory is not None:
+                new = bb.emit(op.add(new, bb.emit(op.multiply(memory, forget))))
+            memory = new
+            hidden = bb.emit(op.multiply(out, bb.emit(op.tanh(memory))))
+            outputs.append(hidden)
+        return op.stack(outputs, 1)
+
+    return make_main([x], emit)
 
 
 def test_written_loop__of_joined_operands_whose_result_has_the_first_name():
@@ -274,13 +273,9 @@ def check_alike(body, shapes, layers):
     """A module that computes body(emit, a value of each shape) computes the same when it is
     prepared, with so many recurrent operators.
     """
-    bb = relax.BlockBuilder()
     given = [relax.Var(f"x{at}", relax.TensorType(s, "float32")) for at, s in enumerate(shapes)]
-    with bb.function("main", given):
-        with bb.dataflow():
-            result = bb.emit_output(body(bb.emit, *given))
-        bb.emit_func_output(result)
-    mod, inputs = bb.finalize(), [draw(*shape) for shape in shapes]
+    built = make_main(given, lambda bb: body(bb.emit, *given))
+    mod, inputs = built, [draw(*shape) for shape in shapes]
     prepared = prepare_module(mod)
     assert sum(str(name).startswith("relax.qnn.") for name in list_operators(prepared)) == layers
     (expected,), (found,) = (reference.run(each, inputs) for each in (mod, prepared))
@@ -498,10 +493,11 @@ def test_sums__of_many_terms_are_read_in_a_moment(terms, is_new):
 
 def test_slice__at_a_symbolic_place_stays():
     size = tirx.Var("n", "int64")
-    bb, x = relax.BlockBuilder(), relax.Var("x", relax.TensorType((1, size, UNITS), "float32"))
-    with bb.function("main", [x]):
-        with bb.dataflow():
-            last = op.strided_slice(x, [1], [size - 1], [size], assume_inbound=True)
-            result = bb.emit_output(op.tanh(bb.emit(last)))
-        bb.emit_func_output(result)
-    assert "relax.tanh" in list_operators(prepare_module(bb.finalize()))
+    x = relax.Var("x", relax.TensorType((1, size, UNITS), "float32"))
+
+    def emit(bb):
+        last = op.strided_slice(x, [1], [size - 1], [size], assume_inbound=True)
+        return op.tanh(bb.emit(last))
+
+    mod = make_main([x], emit)
+    assert "relax.tanh" in list_operators(prepare_module(mod))

@@ -11,6 +11,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relayquant as rq
+from relayquant.ir.rewrite.function import make_main
 from relayquant.stages.preparation import prepare_module
 
 RNG = np.random.default_rng(3)
@@ -130,13 +131,8 @@ def test_weight_with_unit_batch__squeezed(check_prepared, check_same_numbers):
 def test_stack_of_weights__is_split(shape, check_same_numbers):
     """A product by each matrix; each runs on integers, near the float product."""
     stack, x = draw(3, 4, 6), draw(*shape)
-    builder = relax.BlockBuilder()
     data = relax.Var("x", relax.TensorType(shape, "float32"))
-    with builder.function("main", [data]):
-        with builder.dataflow():
-            out = builder.emit_output(relax.op.matmul(data, relax.const(stack)))
-        builder.emit_func_output(out)
-    before = builder.finalize()
+    before = make_main([data], lambda _: relax.op.matmul(data, relax.const(stack)))
     prepared = check_same_numbers(before, x)
     assert prepared.script().count("R.matmul") == 3
     qmod = rq.quantize(before, None, [x], strict=True)

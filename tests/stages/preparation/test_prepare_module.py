@@ -15,6 +15,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from relayquant.errors import ModelError
+from relayquant.ir.rewrite.function import make_main
 from relayquant.stages.preparation import PHASES, prepare_module
 
 RNG = np.random.default_rng(5)
@@ -267,13 +268,9 @@ def test_prepare_module__params_as_detach_params_gives_them():
 
     x = relax.Var("x", relax.TensorType((2, 3), "float32"))
     w = relax.Var("w", relax.TensorType((3, 4), "float32"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x, w]):
-        with builder.dataflow():
-            y = builder.emit_output(relax.op.matmul(x, w))
-        builder.emit_func_output(y)
+    built = make_main([x, w], lambda _: relax.op.matmul(x, w))
     values = [tvm.runtime.tensor(np.ones((3, 4), "float32"))]
-    func = builder.finalize()["main"].with_attrs({"num_input": 1, "params": values})
+    func = built["main"].with_attrs({"num_input": 1, "params": values})
     mod, params = detach_params(tvm.IRModule({"main": func}))
     assert set(params) == {"main"}
     prepared = prepare_module(mod, params)

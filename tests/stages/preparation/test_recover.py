@@ -13,6 +13,7 @@ from tvm import relax, te, tirx, topi
 from tvm.relax.frontend.onnx import from_onnx
 from tvm.script import relax as R
 
+from relayquant.ir.rewrite.function import make_main
 from relayquant.stages.preparation import prepare_module
 
 
@@ -110,29 +111,25 @@ def test_look_alikes__stay():
             (6, 4), lambda i, j: tirx.if_then_else(tirx.all(i >= 2, i < 5), t[i - 1, j], zero)
         )
 
-    builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((4, 4), "float32"))
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            a = builder.emit_te(transposed, x)
-            out = builder.emit_output(builder.emit_te(cut, a))
-        builder.emit_func_output(out)
-    prepared = prepare_module(builder.finalize())
+
+    def emit(builder):
+        a = builder.emit_te(transposed, x)
+        return builder.emit_te(cut, a)
+
+    mod = make_main([x], emit)
+    prepared = prepare_module(mod)
     names = [b.value.op.name for b in prepared["main"].body.blocks[0].bindings]
     assert names == ["relax.call_tir"] * 2
 
 
 def test_maximum_of_two_tensors__recovered(check_prepared):
-    builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((4, 4), "float32"))
     z = relax.Var("z", relax.TensorType((4,), "float32"))
-    with builder.function("main", [x, z]):
-        with builder.dataflow():
-            out = builder.emit_output(builder.emit_te(topi.maximum, x, z))
-        builder.emit_func_output(out)
+    mod = make_main([x, z], lambda builder: builder.emit_te(topi.maximum, x, z))
 
     @as_main
     def expected(x: R.Tensor((4, 4), "float32"), z: R.Tensor((4,), "float32")):
         return R.maximum(x, z)
 
-    check_prepared(builder.finalize(), expected)
+    check_prepared(mod, expected)
