@@ -41,6 +41,10 @@ SCALES = {
     "attention_multiplier": 0.1,
 }  # fmt: skip
 
+EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "num_hidden_layers": 3,
+}  # fmt: skip
+
 #: case -> class of the config, what it has besides SIZES
 CASES = {
     "llama": ("LlamaConfig", {}),
@@ -87,6 +91,21 @@ CASES = {
     "gemma3, a cap that it does not read": (
         "Gemma3TextConfig",
         {"head_dim": 32, "attn_logit_softcapping": 0.3},
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, **WINDOW}),
+    "qwen2_moe, a dense layer": (
+        "Qwen2MoeConfig",
+        {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+    ),
+    "qwen3_moe, experts in each second layer": (
+        "Qwen3MoeConfig",
+        {**EXPERTS, "head_dim": 32, "norm_topk_prob": True, "decoder_sparse_step": 2},
+    ),
+    "olmoe": ("OlmoeConfig", EXPERTS),
+    "granitemoe": ("GraniteMoeConfig", {**SCALES, "num_local_experts": 6}),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 40},
     ),
     "gpt2": ("GPT2Config", {}),
     "gpt2, not tied": ("GPT2Config", {"tie_word_embeddings": False}),
@@ -200,8 +219,12 @@ def test_read_config__settings_that_must_be_false(kind):
         read(values)
 
 
-def test_load__what_save_pretrained_wrote(tmp_path):
-    model = make_model("LlamaConfig", {}).to(torch.bfloat16)
+@pytest.mark.parametrize(
+    "case",
+    ["llama", *(case for case, (kind, _) in CASES.items() if "Moe" in kind or "Mix" in kind)],
+)
+def test_load__what_save_pretrained_wrote(tmp_path, case):
+    model = make_model(*CASES[case]).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     written, params = rq.load(tmp_path)
     mod, expected = rq.torch.load_causal_lm(model)

@@ -17,9 +17,12 @@ from tvm.ir import Call
 from tvm.target import Target
 
 from relayquant.codegen.kernels.grouped.bf16 import GroupedBf16, make_grouped_bf16
+from relayquant.codegen.kernels.grouped.experts import build_grouped_experts
 from relayquant.codegen.kernels.grouped.plan import (
     LARGEST_SUM,
     GroupedDense,
+    GroupedExperts,
+    pack_experts,
     pack_grouped,
     plan_grouped,
 )
@@ -109,6 +112,15 @@ class GroupedBlock:
         key = spec.weight, *(expr.value.data_ptr() for expr in weight)
         return self.block.table.pack(key, make)
 
+    def pack_experts(self, spec: GroupedExperts, weight: list[Any]) -> tuple[relax.Expr, ...]:
+        """Pack the constants of all experts' weights, once for all readers."""
+
+        def make() -> list[np.ndarray]:
+            return pack_experts(spec, self.isa, *(expr.value.numpy() for expr in weight)).arrays
+
+        key = spec.dense.weight, spec.count, *(expr.value.data_ptr() for expr in weight)
+        return self.block.table.pack(key, make)
+
 
 def lower_rows(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
     """Lower qnn.quantize_rows of rows of known length."""
@@ -126,19 +138,9 @@ def lower_dense(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
     """Lower qnn.grouped_dense with constant weights."""
     call = context.block.values[var]
     data, data_scale, *weight = call.args
-    shape, is_float = tensor_shape(data), tensor_dtype(data) == "float32"
-    spec = read_weight(call, weight, is_float)
-    if isinstance(spec, Skip) or shape is None:
-        return spec if isinstance(spec, Skip) else Skip("the shape of the data is not known")
-    if not is_float and spec.largest_sum > LARGEST_SUM:
-        return Skip("the sums of a group may exceed int32")
-    if not is_float and data_scale.ty.ndim == 0:
-        return Skip("one scale for all rows")
-    scales = tensor_shape(data_scale)
-    if scales is None:
-        return Skip("the shape of the scales of the data is not known")
-    has_group_scales = not is_float and scales[-1] != 1
-    spec = replace(spec, leading=find_known(shape[:-1]), group_scales=has_group_scales)
+    spec = read_product(call, data, data_scale, weight)
+    if isinstance(spec, Skip):
+        return spec
     wide = find_rounded_rows(context, data, data_scale)
     if wide is not None:
         can_gate = spec.units % (2 * TILES_BF16.lanes) == 0
@@ -152,8 +154,44 @@ def lower_dense(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
     kernel = Kernel(
         "grouped_dense", found.spec, lambda: build_grouped_dense(found.spec, context.isa)
     )
-    rows = (data,) if is_float else (data, data_scale)
+    rows = (data,) if spec.is_float else (data, data_scale)
     return Lowered(found.vars, kernel, (*rows, *context.pack(spec, weight)))
+
+
+def lower_experts(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
+    """Lower qnn.grouped_expert_dense with constant weights."""
+    call = context.block.values[var]
+    data, data_scale, chosen, *weight = call.args
+    product, choices = read_product(call, data, data_scale, weight), tensor_shape(chosen)
+    if isinstance(product, Skip):
+        return product
+    if choices is None or isinstance(choices[-1], str) or product.leading[-1] is None:
+        return Skip("the number of choices is not known")
+    count = int(call.attrs.experts)
+    product = replace(product, units=product.units // count)
+    spec = GroupedExperts(product, count, int(choices[-1]), tensor_dtype(chosen))
+    kernel = Kernel("grouped_experts", spec, lambda: build_grouped_experts(spec, context.isa))
+    rows = (data,) if product.is_float else (data, data_scale)
+    return Lowered((var,), kernel, (*rows, chosen, *context.pack_experts(spec, weight)))
+
+
+def read_product(
+    call: Call, data: relax.Expr, data_scale: relax.Expr, weight: list[Any]
+) -> GroupedDense | Skip:
+    """Read the product of rows with a constant weight."""
+    shape, is_float = tensor_shape(data), tensor_dtype(data) == "float32"
+    spec = read_weight(call, weight, is_float)
+    if isinstance(spec, Skip) or shape is None:
+        return spec if isinstance(spec, Skip) else Skip("the shape of the data is not known")
+    if not is_float and spec.largest_sum > LARGEST_SUM:
+        return Skip("the sums of a group may exceed int32")
+    if not is_float and data_scale.ty.ndim == 0:
+        return Skip("one scale for all rows")
+    scales = tensor_shape(data_scale)
+    if scales is None:
+        return Skip("the shape of the scales of the data is not known")
+    has_group_scales = not is_float and scales[-1] != 1
+    return replace(spec, leading=find_known(shape[:-1]), group_scales=has_group_scales)
 
 
 def find_rounded_rows(
@@ -212,5 +250,6 @@ def read_weight(call: Call, weight: list[Any], is_float: bool) -> GroupedDense |
 GROUPED_RULES: tuple[KernelRule[GroupedBlock], ...] = (
     make_rule(lower_rows, "relax.qnn.quantize_rows"),
     make_rule(lower_dense, "relax.qnn.grouped_dense"),
+    make_rule(lower_experts, "relax.qnn.grouped_expert_dense"),
     make_rule(lower_take, "relax.qnn.grouped_take"),
 )

@@ -42,11 +42,22 @@ from relayquant.flow.compression.sources import WeightSource, bind_params, open_
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ledger import Ledger, LedgerRow, attach_ledger, find_ledger
 from relayquant.ir.ops.base import IntegerRows
-from relayquant.ir.ops.dynamic import Emit, multiply_groups, quantize_rows_at_run_time
+from relayquant.ir.ops.dynamic import (
+    Emit,
+    ExpertChoice,
+    multiply_groups,
+    quantize_rows_at_run_time,
+)
 from relayquant.ir.rewrite.bind import Model, split_model
 from relayquant.ir.rewrite.graph import call_name, constant_value, static_size, tensor_shape
 from relayquant.ir.rewrite.inline import list_dimensions
 
+#: operator that reads a weight -> the one with a grouped weight
+PATTERNS = {
+    "matmul": "grouped_dense",
+    "take": "grouped_take",
+    "expert_dense": "grouped_expert_dense",
+}
 #: number of operators that an error names
 SHOWN_REFUSALS = 3
 #: norms whose constants scale the elements of a row
@@ -198,6 +209,7 @@ def replace_weights(
     """Return the module without `params`, with grouped operators instead of `uses`:
 
         matmul(x, permute_dims(w))  ->  grouped_dense(x, 1, codes, scale, zero point)
+        expert_dense(x, i, w)       ->  grouped_expert_dense(x, 1, i, codes, scale, zero point)
         take(w, i, axis=0)          ->  grouped_take(i, codes, scale, zero point)
         take(w, i, 0, mode="clip")  ->  grouped_take(clip(i), codes, scale, zero point)
 
@@ -266,7 +278,9 @@ class Replacement(relax.PyExprMutator):
             super().visit_var_binding_(binding)
             return
         self.builder_.emit_normalized(
-            relax.VarBinding(binding.var, self.builder_.normalize(self.make_call(use)))
+            relax.VarBinding(
+                binding.var, self.builder_.normalize(self.make_call(use, binding.value))
+            )
         )
 
     def visit_call_(self, op: Call) -> relax.Expr:
@@ -284,8 +298,8 @@ class Replacement(relax.PyExprMutator):
                     return relax.const(np.array(sizes, "int64"), "int64")
         return super().visit_call_(op)
 
-    def make_call(self, use: WeightUse) -> relax.Expr:
-        """Return the grouped operator that replaces `use`."""
+    def make_call(self, use: WeightUse, call: Call) -> relax.Expr:
+        """Return the grouped operator that replaces the `call` of a use."""
         weight, constants = self.weights[use.key], self.constants[use.key]
         data = self.visit_expr(use.data)
         if use.op == "take":
@@ -298,7 +312,10 @@ class Replacement(relax.PyExprMutator):
             data = self.smooth(data, use.smoothing)
         if self.activation is not None:
             data = self.quantize_rows(data, self.activation, weight)
-        return multiply_groups(self.emitter(use.name), data, weight, constants)
+        choice = None
+        if use.op == "expert_dense":
+            choice = ExpertChoice(self.visit_expr(call.args[1]), int(call.attrs.experts))
+        return multiply_groups(self.emitter(use.name), data, weight, constants, choice)
 
     def size_rows(self, data: relax.Expr, features: int, product: str) -> relax.Expr:
         """Return rows of a symbolic size as rows of a weight's size, bound once for all weights.
@@ -376,7 +393,7 @@ def describe_use(
         return LedgerRow(name, use.op, False, "", use.source.dtype, use.reason, use.advice)
     weight = found.weights[use.key]
     form = weight.format
-    pattern = "grouped_take" if use.op == "take" else "grouped_dense"
+    pattern = PATTERNS[use.op]
     rule = f"groups of {weight.group_size}, {form.scale_dtype} scales"
     return LedgerRow(
         name,

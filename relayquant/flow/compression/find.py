@@ -27,6 +27,9 @@ WeightKey: TypeAlias = tuple[SourceKey, bool]
 #: operator that a weight may pass on its way to a product
 TRANSPOSE = "relax.permute_dims"
 
+#: operator whose rows choose a weight, and why a product stays in float whose results choose
+EXPERTS = "relax.qnn.expert_dense"
+CHOOSES = "its results choose experts, and rounded ones would choose others"
 #: Modes of take that `qnn.grouped_take` supports. "fast" reads memory outside of the table at a
 #: wrong index. As in `quantize`, it then counts from the end, which is what frontends mean.
 BOUNDED_MODES = frozenset({"fast", "wrap", "clip"})
@@ -46,7 +49,8 @@ class WeightUse:
     Attributes:
         function: Name of its function.
         name: Name of the value it computes.
-        op: "matmul" or "take"; "call_tir" for a kernel of the module, which is refused.
+        op: "matmul", "take" or "expert_dense"; "call_tir" for a kernel of the module, which is
+            refused.
         var: Variable of that value.
         data: The other operand.
         source: The weight, as stored in the module.
@@ -155,6 +159,7 @@ def find_in_function(
 ) -> Iterator[WeightUse]:
     """Find the weights of one function."""
     values: dict[relax.Var, relax.Expr] = {}
+    choosing = find_choosing(func)
     for binding in iterate_bindings(func):
         value = binding.value
         values[binding.var] = value
@@ -166,10 +171,17 @@ def find_in_function(
             if found is not None:
                 source, is_swapped = found
                 # The last axis of a product's weight is its outputs.
-                reason = explain_matmul(value, source)
+                reason = CHOOSES if binding.var in choosing else explain_matmul(value, source)
                 yield WeightUse(
                     function, binding.var.name, "matmul", binding.var, value.args[0], source,
                     not is_swapped, reason,
+                )  # fmt: skip
+        elif op == EXPERTS:
+            found = resolve(values, value.args[2], find_source)
+            if found is not None and not found[1]:
+                yield WeightUse(
+                    function, binding.var.name, "expert_dense", binding.var, value.args[0],
+                    found[0], reason=explain_matmul(value, found[0]),
                 )  # fmt: skip
         elif op == "relax.take":
             found = resolve(values, value.args[0], find_source)
@@ -187,6 +199,26 @@ def find_in_function(
                         function, binding.var.name, "call_tir", binding.var, operand, found[0],
                         reason=reason,
                     )  # fmt: skip
+
+
+def find_choosing(func: relax.Function) -> set[relax.Var]:
+    """Find the products whose results choose the experts of rows, behind any other operators."""
+    values = {binding.var: binding.value for binding in iterate_bindings(func)}
+    calls = [value for value in values.values() if isinstance(value, Call)]
+    reached = [call.args[1] for call in calls if call_name(call) == EXPERTS]
+    found: set[relax.Var] = set()
+    seen: set[relax.Var] = set()
+    while reached:
+        var = reached.pop()
+        if not isinstance(var, relax.Var) or var in seen or var not in values:
+            continue
+        seen.add(var)
+        value = values[var]
+        if isinstance(value, Call) and call_name(value) == "relax.matmul":
+            found.add(var)
+        else:
+            reached.extend(relax.analysis.free_vars(value))
+    return found
 
 
 def resolve(

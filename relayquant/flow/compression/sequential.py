@@ -31,6 +31,8 @@ from relayquant.ir.rewrite.expressions import list_bindings
 from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.rewrite.lifetimes import find_ends
 
+#: operator that reads a weight -> the place of the weight among its operands
+WEIGHT_OPERANDS = {"take": 0, "expert_dense": 2}
 #: rows of data that one product computes, at most, unless one batch has more
 MOST_ROWS = 1024
 #: rows whose second moments are summed up at once, at most, unless one batch has more
@@ -123,7 +125,10 @@ def find_read(binding: Any, uses: Mapping[relax.Var, WeightUse]) -> Sequence[rel
     use = uses.get(binding.var)
     if use is None:
         return relax.analysis.free_vars(binding.value)
-    return relax.analysis.free_vars(relax.Tuple([use.data]))
+    others = list(binding.value.args) if use.op in WEIGHT_OPERANDS else [use.data]
+    if use.op in WEIGHT_OPERANDS:
+        del others[WEIGHT_OPERANDS[use.op]]
+    return relax.analysis.free_vars(relax.Tuple(others))
 
 
 def is_move(value: Any) -> bool:
@@ -294,11 +299,11 @@ def run_product(
 def run_bindings(
     frame: Frame, subgraph: LayerSubgraph, bindings: Sequence[Any], weight: np.ndarray | None
 ) -> None:
-    """Compute the values of bindings. `weight` replaces the table if rows are taken from one."""
+    """Compute the values of bindings. `weight` replaces the one of a table, or of experts."""
     use = subgraph.use
     with np.errstate(all="ignore"):
-        if use is not None and weight is not None and use.op == "take":
-            frame.values[use.var] = take_rows(frame, use, bindings[0].value, weight)
+        if use is not None and weight is not None and use.op != "matmul":
+            frame.values[use.var] = run_with(frame, use, bindings[0].value, weight)
             bindings = bindings[1:]
         for binding in bindings:
             execute_binding(frame, binding)
@@ -306,11 +311,11 @@ def run_bindings(
         frame.values.pop(var, None)
 
 
-def take_rows(frame: Frame, use: WeightUse, call: Call, weight: np.ndarray) -> Any:
-    """Take rows of `weight` instead of the operator's table."""
+def run_with(frame: Frame, use: WeightUse, call: Call, weight: np.ndarray) -> Any:
+    """Run the operator with `weight` instead of its own."""
     values = weight.T if use.is_transposed else weight
-    table = relax.Var("table", relax.TensorType(values.shape, "float32"))
-    inner = Frame(frame.mod, {**frame.values, table: values}, frame.symbols)
-    return evaluate(
-        inner, Call(call.op, [table, *call.args[1:]], call.attrs, call.ty_args), use.name
-    )
+    own = relax.Var("weight", relax.TensorType(values.shape, "float32"))
+    inner = Frame(frame.mod, {**frame.values, own: values}, frame.symbols)
+    operands = list(call.args)
+    operands[WEIGHT_OPERANDS[use.op]] = own
+    return evaluate(inner, Call(call.op, operands, call.attrs, call.ty_args), use.name)

@@ -19,7 +19,9 @@ CONVOLUTIONS = frozenset(
     f"relax.{dialect}.conv{rank}" for dialect in ("nn", "qnn") for rank in ("1d", "2d")
 )
 PRODUCTS = frozenset(
-    {"relax.matmul", *(f"relax.qnn.{op}" for op in ("dense", "batch_matmul", "grouped_dense"))}
+    {"relax.matmul"}
+    | {f"relax.qnn.{op}" for op in ("dense", "batch_matmul", "grouped_dense")}
+    | {f"relax.qnn.{op}" for op in ("expert_dense", "grouped_expert_dense")}
 )
 RECURRENCES = frozenset(f"relax.qnn.{op}" for op in ("lstm", "gru", "rnn"))
 TRANSPOSED_CONVOLUTIONS = frozenset({"relax.nn.conv2d_transpose", "relax.qnn.conv2d_transpose"})

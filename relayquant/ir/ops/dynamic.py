@@ -9,6 +9,7 @@ Used by the operator rows, by convert and by the ONNX reader, which has the same
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -157,25 +158,46 @@ def quantize_rows_at_run_time(
     return IntegerRows(emit(relax.op.astype(clipped, "int8"), "rows.q"), scale, shift)
 
 
+@dataclass(frozen=True, eq=False)
+class ExpertChoice:
+    """The expert of each row, int32 or int64, and the number of experts."""
+
+    chosen: relax.Expr
+    experts: int
+
+
 def multiply_groups(
     emit: Emit,
     data: relax.Expr | IntegerRows,
     weight: GroupedWeight,
     parts: Sequence[relax.Expr],
+    choice: ExpertChoice | None = None,
 ) -> relax.Expr:
     """Multiply rows of data by a grouped weight -> float32 (..., N).
 
-    `parts` are the constant codes, scales and zero points of the weight.
+    `parts` are the constant codes, scales and zero points of the weight. With a `choice`, a row is
+    multiplied by the weight of its expert.
 
         (q - z) * s @ w  ->  grouped_dense(q, s, w) - s * z * (sums of the rows of w)
     """
     form = (weight.format.bits, weight.group_size, weight.features)
+
+    def multiply(rows: relax.Expr, scale: relax.Expr | float) -> relax.Expr:
+        if choice is None:
+            return qnn.grouped_dense(rows, scale, *parts, *form)
+        own = (choice.chosen, *parts)
+        return qnn.grouped_expert_dense(rows, scale, *own, *form, choice.experts)
+
     if not isinstance(data, IntegerRows):
-        return qnn.grouped_dense(data, 1.0, *parts, *form)
-    product = qnn.grouped_dense(data.value, data.scale, *parts, *form)
+        return multiply(data, 1.0)
+    product = multiply(data.value, data.scale)
     if data.zero_point is None:
         return product
-    sums = relax.const(weight.decode().sum(axis=1, dtype="float64").astype("float32"))
+    totals = weight.decode().sum(axis=1, dtype="float64").astype("float32")
+    sums: relax.Expr = relax.const(totals)
+    if choice is not None:
+        each = relax.const(totals.reshape(choice.experts, -1))
+        sums = emit(relax.op.take(each, choice.chosen, 0, mode="wrap"), "row_sums")
     shift = emit(relax.op.multiply(data.scale, data.zero_point), "rows.shift")
     excess = emit(relax.op.multiply(shift, sums), "excess")
     return relax.op.subtract(emit(product, "product"), excess)

@@ -19,8 +19,10 @@ from tiny_llama import (
 from tvm import relax
 
 import relayquant as rq
+from relayquant.base.grouping import GroupFormat, quantize_groups
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.lowering.grouped import lower_grouped
+from relayquant.ir.dialect import qnn
 from relayquant.ir.rewrite.graph import call_name
 
 
@@ -43,6 +45,41 @@ def test_lower_grouped__every_operator_of_every_function(compressed):
                     constants.setdefault(int(operand.value.data_ptr()), []).append(call)
     # five of the layer in both functions, the table in products and gathers of both
     assert sorted(map(len, constants.values())) == [2, 2, 2, 2, 2, 4]
+
+
+def make_experts(n, choices):
+    """A product with the weights of 3 experts, 4 bits in groups of 16."""
+    rng = np.random.default_rng(0)
+    weight = quantize_groups(rng.normal(size=(3 * 16, 32)).astype("float32"), GroupFormat(4, 16))
+    rows = relax.Var("rows", relax.TensorType((n, 2, 32), "int8"))
+    scales = relax.Var("scales", relax.TensorType((n, 2, 1), "float32"))
+    chosen = relax.Var("chosen", relax.TensorType((n, choices), "int32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [rows, scales, chosen]):
+        with builder.dataflow():
+            parts = map(relax.const, (weight.codes, weight.scale, weight.zero_point))
+            product = qnn.grouped_expert_dense(rows, scales, chosen, *parts, 4, 16, 32, 3)
+            result = builder.emit_output(product)
+        builder.emit_func_output(result)
+    return builder.get()
+
+
+def test_lower_grouped__experts_have_a_kernel():
+    n = tvm.tirx.Var("n", "int64")
+    lowered = lower_grouped(make_experts(n, 2), resolve_target(None))
+    (call,) = list_calls(lowered["main"])
+    assert call.args[0].name_hint == "grouped_experts"
+    assert [operand.name for operand in call.args[1].fields[:3]] == ["rows", "scales", "chosen"]
+
+
+def test_lower_grouped__experts_of_an_unknown_number_of_choices_have_none():
+    n, k = tvm.tirx.Var("n", "int64"), tvm.tirx.Var("k", "int64")
+    skips = []
+    lowered = lower_grouped(
+        make_experts(n, k), resolve_target(None), lambda *skip: skips.append(skip)
+    )
+    assert call_name(next(iter(list_calls(lowered["main"])))) == "relax.qnn.grouped_expert_dense"
+    assert "the number of choices is not known" in str(skips)
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""A tiny random Llama: its files, and its scores as numpy computes them."""
+"""A tiny random Llama, also with experts (Mixtral): its files, and its scores as numpy computes
+them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,8 @@ import numpy as np
 VOCABULARY, WIDTH, HIDDEN, LAYERS, HEADS, GROUPS, LENGTH = 48, 64, 96, 2, 4, 2, 40
 HEAD = WIDTH // HEADS
 BASE, EPSILON = 500.0, 1e-5
+#: Experts of a mixture, those that a row chooses, and elements inside each.
+EXPERTS, CHOSEN, INNER = 3, 2, 64
 
 CONFIG = {
     "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": WIDTH,
@@ -59,6 +63,50 @@ def draw_weights(seed: int = 0) -> dict[str, np.ndarray]:
     return weights
 
 
+def draw_experts(seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights with experts instead of the feed-forward networks."""
+    rng = np.random.default_rng(seed)
+    weights = {name: value for name, value in draw_weights().items() if ".mlp." not in name}
+    for i in range(LAYERS):
+        place = f"model.layers.{i}.mlp."
+        shapes = {"gate": (EXPERTS, WIDTH)}
+        for e in range(EXPERTS):
+            shapes |= {f"experts.{e}.{part}": (INNER, WIDTH) for part in ("gate_proj", "up_proj")}
+            shapes |= {f"experts.{e}.down_proj": (WIDTH, INNER)}
+        for name, shape in shapes.items():
+            drawn = rng.normal(size=shape) / np.sqrt(shape[-1])
+            weights[f"{place}{name}.weight"] = drawn.astype("float32")
+    return weights
+
+
+def stack_experts(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Name in GGUF -> the router and the weights of all experts."""
+    found = {}
+    for i in range(LAYERS):
+        place = f"model.layers.{i}.mlp."
+        found[f"blk.{i}.ffn_gate_inp.weight"] = weights[f"{place}gate.weight"]
+        for part in ("gate", "up", "down"):
+            each = [weights[f"{place}experts.{e}.{part}_proj.weight"] for e in range(EXPERTS)]
+            found[f"blk.{i}.ffn_{part}_exps.weight"] = np.stack(each)
+    return found
+
+
+def mix_experts(w: dict[str, np.ndarray], place: str, h: np.ndarray) -> np.ndarray:
+    """What the experts of each row compute, times their shares among the chosen."""
+    scores = np.exp(h @ w[f"{place}gate.weight"].T)
+    found = np.zeros_like(h)
+    for row, own in enumerate(scores):
+        best = np.argsort(-own)[:CHOSEN]
+        for e in best:
+            gate, up, down = (
+                w[f"{place}experts.{e}.{part}_proj.weight"] for part in ("gate", "up", "down")
+            )
+            inner = gate @ h[row]
+            inner = inner / (1 + np.exp(-inner)) * (up @ h[row])
+            found[row] += own[e] / own[best].sum() * (down @ inner)
+    return found
+
+
 def compute_scores(weights: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
     """Scores of every row of a sequence (rows,), float64 (rows, vocabulary)."""
     w = {name: value.astype("float64") for name, value in weights.items()}
@@ -86,6 +134,9 @@ def compute_scores(weights: dict[str, np.ndarray], tokens: np.ndarray) -> np.nda
         share /= share.sum(-1, keepdims=True)
         x = x + np.einsum("hqk,khd->qhd", share, v).reshape(rows, WIDTH) @ of("self_attn.o_proj").T
         h = norm(x, f"model.layers.{i}.post_attention_layernorm.weight")
+        if f"model.layers.{i}.mlp.gate.weight" in w:
+            x = x + mix_experts(w, f"model.layers.{i}.mlp.", h)
+            continue
         gate, up = h @ of("mlp.gate_proj").T, h @ of("mlp.up_proj").T
         x = x + (gate / (1 + np.exp(-gate)) * up) @ of("mlp.down_proj").T
     return norm(x, "model.norm.weight") @ w["lm_head.weight"].T
@@ -109,6 +160,8 @@ def write_gguf(
     path: Path,
     kinds: dict[str, str] | None = None,
     extra: dict[str, tuple[np.ndarray, Any]] | None = None,
+    *,
+    has_experts: bool = False,
     **metadata: float,
 ) -> GgufFile:
     """Write the model as GGUF.
@@ -116,11 +169,16 @@ def write_gguf(
     Args:
         kinds: Part of a name in GGUF -> kind of blocks ("Q4_0"). Others are float32.
         extra: Name -> blocks and their type, which replace a tensor.
+        has_experts: Whether it is the model of `draw_experts`.
         metadata: Numbers that replace others: block_count=3.
     """
     import gguf
 
-    weights = draw_weights()
+    weights = draw_experts() if has_experts else draw_weights()
+    stacks = stack_experts(weights) if has_experts else {}
+    if has_experts:
+        metadata = {"expert_count": EXPERTS, "expert_used_count": CHOSEN, **metadata}
+        metadata = {"feed_forward_length": INNER, **metadata}
     writer = gguf.GGUFWriter(str(path), "llama")
     numbers = {
         "block_count": LAYERS, "context_length": LENGTH, "embedding_length": WIDTH,
@@ -132,7 +190,16 @@ def write_gguf(
         adders[type(number)](key if key.startswith("split") else f"llama.{key}", number)
     writer.add_float32("llama.rope.freq_base", BASE)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", EPSILON)
+    for short, stack in stacks.items():
+        kind = next((kind for part, kind in (kinds or {}).items() if part in short), None)
+        if kind is None:
+            writer.add_tensor(short, stack)
+        else:
+            form = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(short, gguf.quants.quantize(stack, form), raw_dtype=form)
     for name, short in NAMES.items():
+        if name not in weights:
+            continue
         weight = weights[name]
         if short in (extra or {}):
             blocks, form = (extra or {})[short]

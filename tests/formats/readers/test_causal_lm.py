@@ -10,15 +10,21 @@ import pytest
 import tvm
 from causal_lm_runs import run_chunks, run_function
 from llama_files import (
+    CHOSEN,
+    EXPERTS,
+    INNER,
     LENGTH,
     VOCABULARY,
+    WIDTH,
     compute_scores,
+    draw_experts,
     draw_weights,
     write_folder,
     write_gguf,
 )
 
 import relayquant as rq
+from relayquant.base.qtypes import Granularity, QSpec, Scheme
 from relayquant.errors import ConfigError, ModelError
 from relayquant.ir.state import get_state
 
@@ -30,6 +36,12 @@ FLOAT = rq.CausalLMOptions(cache="float32")
 def check_scores(found, want, share):
     assert found.shape == want.shape
     assert np.sqrt(((found - want) ** 2).mean()) < share * np.sqrt((want**2).mean())
+
+
+def check_most_rows(found, want, share):
+    """Half of the rows: after rounding, some choose other experts."""
+    errors = np.sqrt(((found - want) ** 2).mean(-1)) / np.sqrt((want**2).mean(-1))
+    assert np.median(errors) < share
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +138,112 @@ def list_constants(func):
 
     tvm.relax.analysis.post_order_visit(func, visit)
     return found
+
+
+MIXTRAL = {
+    "model_type": "mixtral", "num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN,
+    "intermediate_size": INNER,
+}  # fmt: skip
+
+
+def rename_as_mixtral(weights):
+    """Names that files of Mixtral have."""
+    renamed = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    found = {}
+    for name, value in weights.items():
+        for before, after in renamed.items():
+            name = name.replace(before, after)
+        found[name] = value
+    return found
+
+
+def test_experts__of_a_folder_and_a_gguf_file_are_those_of_numpy(tmp_path):
+    pytest.importorskip("gguf")
+    weights = draw_experts()
+    expected = compute_scores(weights, TOKENS[0])
+    write_folder(tmp_path, rename_as_mixtral(weights), **MIXTRAL)
+    path = write_gguf(tmp_path / "m.gguf", has_experts=True).path
+    for source in (tmp_path, path):
+        mod, params = rq.load(source, causal_lm=FLOAT)
+        assert params["layers.1.experts_down.weight"].shape == (EXPERTS * WIDTH, INNER)
+        found = run_chunks(mod, params, TOKENS, CHUNKS)
+        check_scores(found[0], expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_experts__blocks_stay_and_compute_as_the_reference(tmp_path):
+    pytest.importorskip("gguf")
+    kinds = {"ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q4_1", "ffn_down_exps": "Q8_0"}
+    path = write_gguf(tmp_path / "m.gguf", kinds, has_experts=True).path
+    pair = rq.load(path, causal_lm=FLOAT)
+    assert not any("experts" in name for name in pair[1])
+    rows = {row.name: row.dtype for row in rq.ledger(pair[0]).rows}
+    assert rows["decode.layers.0.experts_gate"] == "int4"
+    assert rows["decode.layers.0.experts_down"] == "int8"
+    want = run_chunks(*pair, TOKENS, (17, 1))
+    check_most_rows(want[0], compute_scores(draw_experts(), TOKENS[0]), 0.2)
+    executor = rq.Executor(rq.compile(pair))
+    tokens, positions = TOKENS.astype("int32"), np.zeros(1, "int32")
+    picked = np.arange(17, dtype="int32")[None]
+    first = executor.run("prefill", [tokens[:, :17], positions, picked])[0]
+    second = executor.run("decode", [tokens[:, 17:], positions + 17])[0]
+    check_scores(np.concatenate([first, second], 1), want, 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_affine", [False, True])
+def test_experts__compressed_and_the_router_stays(tmp_path, is_affine):
+    """The router chooses. Rows of an affine scheme are shifted by the sums of the chosen weight."""
+    write_folder(tmp_path, rename_as_mixtral(draw_experts()), **MIXTRAL)
+    pair = rq.load(tmp_path, causal_lm=FLOAT)
+    activation = QSpec("int8", Scheme.AFFINE, Granularity.PER_ROW, is_dynamic=True)
+    small = rq.compress_weights(pair, bits=8, **({"activation": activation} if is_affine else {}))
+    kept = [row for row in rq.ledger(small).rows if not row.quantized]
+    assert {row.name.split(".")[1] for row in kept} == {"layers_0_router", "layers_1_router"}
+    assert "its results choose experts" in kept[0].reason
+    found = run_chunks(small, {}, TOKENS, CHUNKS)
+    check_most_rows(found[0], compute_scores(draw_experts(), TOKENS[0]), 0.1)
+
+
+def test_experts__compressed_with_data(tmp_path):
+    """Other weights are fitted to rows behind experts that are compressed already."""
+    write_folder(tmp_path, rename_as_mixtral(draw_experts()), **MIXTRAL)
+    mod, params = rq.load(tmp_path, causal_lm=FLOAT)
+    state = {each.name: each.value for each in get_state(mod)}
+    at, last = np.zeros(1, "int32"), np.array([[17]], "int32")
+    rng = np.random.default_rng(5)
+    data = [
+        {"tokens": rng.integers(0, VOCABULARY, (1, 18), "int32"), "positions": at, "picked": last}
+        | state
+        for _ in range(4)
+    ]
+    small = rq.compress_weights(mod, params, data, function="prefill", bits=8)
+    found = run_chunks(small, {}, TOKENS, CHUNKS)
+    check_most_rows(found[0], compute_scores(draw_experts(), TOKENS[0]), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("experts.2.w3.weight", "no tensor 'model.layers.1.mlp.experts.2.up_proj.weight'"),
+        ("gate.weight", "no tensor 'model.layers.1.mlp.gate.weight'"),
+    ],
+)
+def test_experts__tensors_that_are_missing(tmp_path, name, message):
+    weights = rename_as_mixtral(draw_experts())
+    del weights[f"model.layers.1.block_sparse_moe.{name}"]
+    write_folder(tmp_path, weights, **MIXTRAL)
+    with pytest.raises(ModelError, match=message):
+        rq.load(tmp_path)
+
+
+def test_experts__shapes_that_are_wrong(tmp_path):
+    write_folder(tmp_path, rename_as_mixtral(draw_experts()), **MIXTRAL | {"intermediate_size": 63})
+    with pytest.raises(ModelError, match=r"experts.0.gate_proj.*\(64, 64\); the model's metadata"):
+        rq.load(tmp_path)
+    write_folder(tmp_path, rename_as_mixtral(draw_experts()), **MIXTRAL | {"num_local_experts": 2})
+    with pytest.raises(ModelError, match=r"mlp.gate.weight' has shape \(3, 64\)"):
+        rq.load(tmp_path)
 
 
 def test_sequences__of_different_lengths(folder):
@@ -237,7 +355,12 @@ def test_gguf__positions_are_scaled_without_a_type(tmp_path, metadata):
         ({"block_count": 3}, "no tensor 'blk.2.attn_q.weight'"),
         ({"feed_forward_length": 95}, "metadata says"),
         ({"rope.dimension_count": 2**31 - 2}, "elements"),
-        ({"expert_count": 8}, "experts"),
+        ({"expert_count": 8}, "'llama.expert_used_count' of the model is missing"),
+        ({"expert_count": 2, "expert_used_count": 3}, "chooses 3 of 2 experts; allowed: 1 to all"),
+        (
+            {"expert_count": 2, "expert_used_count": 1, "expert_gating_func": 2},
+            "expert_gating_func' of the model is 2; needed: 0 or 1. Other routers",
+        ),
         ({"context_length": 0}, "max_length is 0"),
         ({"attention.causal": False}, "causal' of the model is False; needed: true"),
         ({"rope.scaling.yarn_ext_factor": 0.5}, "has 'llama.rope.scaling.yarn_ext_factor'"),

@@ -107,6 +107,14 @@ EXAMPLES = {
         lambda *a: qnn.grouped_dense(*a, 3, 2, 6),
     ),
     "grouped_take": ([((2, 3), "int64"), *GROUPED], lambda *a: qnn.grouped_take(*a, 3, 2, 6)),
+    "expert_dense": (
+        [((2, 3, 6), "float32"), ((2, 3), "int64"), ((10, 6), "float32")],
+        lambda *a: qnn.expert_dense(*a, 5),
+    ),
+    "grouped_expert_dense": (
+        [((4, 1, 6), "int8"), ((4, 1, 1), "float32"), ((4, 2), "int32"), *GROUPED],
+        lambda *a: qnn.grouped_expert_dense(*a, 3, 2, 6, 5),
+    ),
     "lstm": (
         [((4, 2, 12), "float32"), ((3, 12), "int8"), ((12,), "float32"), *STATES],
         lambda *a: qnn.lstm(*a, ["relu", "tanh", "sigmoid"], 0.5, True, True, 0.25),

@@ -14,9 +14,11 @@ Codes of 3 bits take 4 bits here. Groups are filled up to whole vectors with cod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import numpy as np
 from tvm.script.ir_builder import tirx as T
@@ -109,6 +111,27 @@ class GroupedDense:
     def largest_sum(self) -> int:
         """Bound of the magnitude of a sum of integers."""
         return self.group_size * 128 * ((1 << self.bits) - 1)
+
+
+@dataclass(frozen=True)
+class GroupedExperts:
+    """A product of rows with the grouped weights that they choose.
+
+    Attributes:
+        dense: The product of one expert. Its last leading extent is 1 if all choices share a row.
+        count: Number of experts.
+        slots: Choices for each token.
+    """
+
+    dense: GroupedDense
+    count: int
+    slots: int
+    index_dtype: str
+
+    @property
+    def slots_of_row(self) -> int:
+        """Rows of the result for each row of the data."""
+        return self.slots if self.dense.leading[-1] == 1 else 1
 
 
 def code_bits(bits: int) -> int:
@@ -273,6 +296,24 @@ def plan_grouped(spec: GroupedDense, isa: Isa) -> GroupedPlan:
     return GroupedPlan(spec, dot, isa.unit if on_tiles else None, isa.timing.grouped)
 
 
+def pack_experts(
+    spec: GroupedExperts, isa: Isa, weight: np.ndarray, scale: np.ndarray, zeros: np.ndarray
+) -> PackedGroups:
+    """Pack the operands of `qnn.grouped_expert_dense` for the kernel, expert by expert."""
+    units = spec.dense.units
+    packed = [
+        pack_grouped(
+            spec.dense, isa, weight[at : at + units], scale[at : at + units],
+            zeros[at : at + units] if zeros.ndim else zeros,
+        )
+        for at in range(0, spec.count * units, units)
+    ]  # fmt: skip
+    joined = [
+        np.concatenate(parts) for parts in zip(*(each.arrays for each in packed), strict=True)
+    ]
+    return PackedGroups(*joined, *([None] * (3 - len(joined))))
+
+
 def pack_grouped(
     spec: GroupedDense, isa: Isa, weight: np.ndarray, scale: np.ndarray, zeros: np.ndarray
 ) -> PackedGroups:
@@ -311,10 +352,34 @@ def pack_grouped(
 
 
 @dataclass(frozen=True, eq=False)
+class ChosenRows:
+    """Rows that read the same part of a weight, such as an expert.
+
+    Attributes:
+        first_panel: Of this part.
+        slots: Rows of the result for each row of the data.
+        order: Numbers of the rows of the result, from `start` on. None: they are as they come.
+    """
+
+    first_panel: Expr
+    slots: int
+    order: Buffer | None = None
+    start: Expr = 0
+
+    def find_result(self, row: Expr) -> Expr:
+        """Return the number of a row among the rows of the result."""
+        return row if self.order is None else T.Cast("int64", self.order[self.start + row])
+
+    def find_source(self, row: Expr) -> Expr:
+        """Return the number of a row among the rows of the data."""
+        return T.floordiv(self.find_result(row), self.slots)
+
+
+@dataclass(frozen=True, eq=False)
 class Arguments:
     """Flat views of a kernel's arguments."""
 
-    rows: Expr  #: number of rows
+    rows: Expr  #: number of rows of the result
     data: Buffer
     row_scale: Buffer | None
     group_scale: Buffer | None  #: of each group of each row
@@ -323,6 +388,20 @@ class Arguments:
     zeros: Buffer | None  #: zero points
     offsets: Buffer | None
     out: Buffer
+    choices: Buffer | None = None  #: the expert of each row of the result
+    chosen: ChosenRows | None = None  #: which rows these are; None: all of them, in their order
+
+    def find_panel(self, panel: Expr) -> Expr:
+        """Return the number of a panel among those in memory."""
+        return panel if self.chosen is None else self.chosen.first_panel + panel
+
+    def find_source(self, row: Expr) -> Expr:
+        """Return the number of a row among the rows of the data."""
+        return row if self.chosen is None else T.bind(self.chosen.find_source(row))
+
+    def find_result(self, row: Expr) -> Expr:
+        """Return the number of a row among the rows of the result."""
+        return row if self.chosen is None else T.bind(self.chosen.find_result(row))
 
     @property
     def group_values(self) -> list[Buffer]:
@@ -330,36 +409,33 @@ class Arguments:
         return [each for each in (self.scale, self.zeros, self.offsets) if each is not None]
 
 
-def declare_grouped(plan: GroupedPlan) -> Arguments:
-    """Declare the arguments of `build_grouped_dense`."""
+def declare_grouped(plan: GroupedPlan, experts: GroupedExperts | None = None) -> Arguments:
+    """Declare the arguments of `build_grouped_dense`, or of `build_grouped_experts`."""
     spec = plan.spec
     extents = name_extents(spec.leading)
-    rows = prod(extents)
+    results = extents if experts is None else [*extents[:-1], experts.slots]
 
-    def declare(name: str, width: int, dtype: str) -> tuple[Buffer, int]:
-        buffer = T.arg(name, T.Buffer((*extents, width), dtype))
-        return buffer, width
+    def declare(name: str, extents: Sequence[Any], dtype: str) -> Buffer:
+        return T.arg(name, T.Buffer(tuple(extents), dtype))
 
-    def declare_constant(name: str, size: int, dtype: str) -> Buffer:
-        return T.arg(name, T.Buffer((size,), dtype))
+    def view(buffer: Buffer) -> Buffer:
+        return T.decl_buffer((prod(buffer.shape),), buffer.dtype, data=buffer.data)
 
-    def view(pair: tuple[Buffer, int]) -> Buffer:
-        buffer, width = pair
-        return T.decl_buffer((rows * width,), buffer.dtype, data=buffer.data)
-
-    count = plan.panels * plan.groups * plan.dot.lanes
-    data = declare("x", spec.features, "float32" if spec.is_float else "int8")
+    count = plan.panels * plan.groups * plan.dot.lanes * (experts.count if experts else 1)
+    data = declare("x", [*extents, spec.features], "float32" if spec.is_float else "int8")
     width = plan.groups if spec.group_scales else 1
-    declared = None if spec.is_float else declare("x_scale", width, "float32")
-    codes = declare_constant("codes", count * plan.vectors * WORD, "uint8")
-    scale = declare_constant("scale", count, plan.scale_dtype)
-    zeros = declare_constant("zeros", count, plan.zeros_dtype) if spec.zeros_dtype else None
-    out = declare("y", spec.outputs, "float32")
+    declared = None if spec.is_float else declare("x_scale", [*extents, width], "float32")
+    choices = None if experts is None else declare("chosen", results, experts.index_dtype)
+    codes = declare("codes", [count * plan.vectors * WORD], "uint8")
+    scale = declare("scale", [count], plan.scale_dtype)
+    zeros = declare("zeros", [count], plan.zeros_dtype) if spec.zeros_dtype else None
+    out = declare("y", [*results, spec.outputs], "float32")
     data_scale = None if declared is None else view(declared)
     return Arguments(
-        rows, view(data), None if spec.group_scales else data_scale,
+        prod(results), view(data), None if spec.group_scales else data_scale,
         data_scale if spec.group_scales else None, codes, scale,
         zeros if spec.has_zeros else None, zeros if spec.has_offsets else None, view(out),
+        None if choices is None else view(choices),
     )  # fmt: skip
 
 

@@ -206,9 +206,10 @@ def emit_preparation(
     last = spec.features - (groups - 1) * size
 
     with T.serial(count) as row:
+        source = arguments.find_source(first + row)
 
         def prepare_group(group: Expr, length: int) -> None:
-            origin = (first + row) * spec.features + group * size
+            origin = source * spec.features + group * size
             at = row * width + group * stride
 
             def move(offset: Expr, lanes: int) -> None:
@@ -224,7 +225,7 @@ def emit_preparation(
                 if sums is not None:
                     real = T.Cast("float32", value)
                     if arguments.group_scale is not None:
-                        real = real * arguments.group_scale[(first + row) * groups + group]
+                        real = real * arguments.group_scale[source * groups + group]
                     T.buffer_store(sums, real, [row * groups + group])
 
         full = groups if last == size else groups - 1
@@ -258,17 +259,18 @@ def emit_tile(
     for total in (each for row_totals in totals for each in row_totals):
         store_vector(total, constant("float32", 0, lanes), 0, lanes)
     accs = [alloc_vectors(len(members), lanes, dot.sum_dtype) for _ in panels]
+    sources = [arguments.find_source(row) for row in members]
     with T.serial(plan.groups) as group:
-        places = [T.bind(panel * plan.groups + group) for panel in panels]
+        places = [T.bind(arguments.find_panel(panel) * plan.groups + group) for panel in panels]
         emit_group(plan, arguments, prepared, members, group, places, accs)
         for at, sums, row_totals in zip(places, accs, totals, strict=True):
             scale = T.Cast(
                 vector("float32", lanes), load_vector(arguments.scale, at * lanes, lanes)
             )
-            for acc, total, row in zip(sums, row_totals, members, strict=True):
+            for acc, total, row, source in zip(sums, row_totals, members, sources, strict=True):
                 value, factor = T.Cast(vector("float32", lanes), load_vector(acc, 0, lanes)), scale
                 if arguments.group_scale is not None:
-                    own = arguments.group_scale[row * plan.groups + group]
+                    own = arguments.group_scale[source * plan.groups + group]
                     factor = scale * broadcast(own, lanes)
                 before = load_vector(total, 0, lanes)
                 value = multiply_add(dot.has_fma, value, factor, before, lanes)
@@ -294,10 +296,12 @@ def emit_results(
     width = min(lanes, spec.outputs)
     count = len(panels) // 2 if spec.is_gated else len(panels)
 
+    results = [arguments.find_result(row) for row in members]
+
     def finish(total: Buffer, row: Expr) -> Expr:
         value = load_vector(total, 0, lanes)
         if arguments.row_scale is not None:
-            value = value * broadcast(arguments.row_scale[row], lanes)
+            value = value * broadcast(arguments.row_scale[arguments.find_source(row)], lanes)
         return fence(value, lanes) if spec.is_gated else value
 
     for number, panel in enumerate(panels[:count]):
@@ -307,7 +311,8 @@ def emit_results(
             if spec.is_gated:
                 other = finish(totals[count + number][place], row)
                 value = emit_silu(value, lanes) * other
-            store_vector(arguments.out, value, row * spec.outputs + channel, lanes, width)
+            at = results[place] * spec.outputs + channel
+            store_vector(arguments.out, value, at, lanes, width)
 
 
 def emit_group(

@@ -168,6 +168,7 @@ def emit_tile_copy(
 
     def copy_row(tile: Expr, row: Expr) -> None:
         number = T.bind(T.min(first + tile * rows + row, arguments.rows - 1))
+        number = arguments.find_source(number)
 
         def copy_group(group: Expr, length: int) -> None:
             origin = number * spec.features + group * spec.group_size
@@ -293,7 +294,8 @@ class TiledBand:
         lanes, size = plan.dot.lanes, plan.vector_bytes
         dtype = f"{plan.tile_dtype}x{size}"
         with T.grid(form.panels, form.groups) as (side, group):
-            at = T.bind((self.panel + side) * plan.groups + start + group)
+            panel = self.arguments.find_panel(self.panel + side)
+            at = T.bind(panel * plan.groups + start + group)
             to = T.bind((side * form.groups + group) * form.group_bytes)
             zero = read_zero(plan, self.arguments, at)
             if plan.spec.has_offsets:
@@ -320,7 +322,7 @@ class TiledBand:
         start = T.bind((block + 1) * form.groups)
         panel, group = T.floordiv(number, form.groups), T.floormod(number, form.groups)
         is_end = T.bind(T.Cast("int64", start == plan.groups))
-        panel = self.panel + panel + is_end * form.panels
+        panel = arguments.find_panel(self.panel + panel + is_end * form.panels)
         at = T.bind(panel * plan.groups + start * (1 - is_end) + group)
         for vectors in range(plan.vectors):
             place = (at * plan.vectors + vectors) * plan.vector_bytes
@@ -365,7 +367,8 @@ class TiledBand:
         dtype = vector("float32", lanes)
 
         def read(values: Buffer) -> list[Expr]:
-            first = (self.panel + block.side) * plan.groups + block.group
+            panel = arguments.find_panel(self.panel + block.side)
+            first = panel * plan.groups + block.group
             return [
                 T.bind(T.Cast(dtype, load_vector(values, (first + j * plan.groups) * lanes, lanes)))
                 for j in range(form.side)
@@ -408,7 +411,8 @@ class TiledBand:
         """
         units, lanes = self.form.plan.spec.units, self.form.plan.dot.lanes
         channel = T.min((self.panel + side) * lanes, max(units - lanes, 0))
-        return T.bind(T.min(self.first + row, self.arguments.rows - 1) * units + channel)
+        number = T.min(self.first + row, self.arguments.rows - 1)
+        return T.bind(self.arguments.find_result(number) * units + channel)
 
     def emit_outputs(self, totals: Buffer, pair: Expr, side: Expr, i: Expr) -> None:
         """Store the outputs of a panel for the rows of a tile."""
@@ -422,6 +426,7 @@ class TiledBand:
             value = load_vector(totals, kept + row * lanes, lanes)
             if arguments.row_scale is not None:
                 place = T.min(self.first + number, arguments.rows - 1)
-                value = value * broadcast(arguments.row_scale[place], lanes)
+                scale = arguments.row_scale[arguments.find_source(place)]
+                value = value * broadcast(scale, lanes)
             at = self.find_output(number, side)
             store_vector(arguments.out, value, at, lanes, min(lanes, units))

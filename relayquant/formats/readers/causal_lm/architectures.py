@@ -14,6 +14,7 @@ from relayquant.errors import ModelError
 from relayquant.formats.readers.causal_lm.config import (
     MOST_LAYERS,
     CausalLMConfig,
+    ExpertConfig,
     HiddenFunction,
     LayerConfig,
     NormKind,
@@ -204,6 +205,12 @@ def list_late(fields: Fields, count: int) -> list[str]:
     return name_types([i < first for i in range(count)])
 
 
+def list_first_even(fields: Fields, count: int) -> list[str]:
+    """Windows in each second layer of the first ones."""
+    end = fields.integer("max_window_layers")
+    return name_types([i % 2 > 0 or i >= end for i in range(count)])
+
+
 def list_unturned(fields: Fields, count: int) -> list[str]:
     """Windows in layers without rotary positions."""
     return name_types([bool(each) for each in list_turned(fields, count)])
@@ -327,6 +334,75 @@ def adjust_gpt2(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
     )
 
 
+def add_experts(
+    config: CausalLMConfig,
+    experts: ExpertConfig,
+    is_dense: Callable[[int], bool] = lambda _i: False,
+) -> CausalLMConfig:
+    """Return the model with experts in all layers but those that are dense."""
+    layers = (
+        layer if is_dense(i) else replace(layer, experts=experts)
+        for i, layer in enumerate(config.layers)
+    )
+    return replace(config, layers=tuple(layers))
+
+
+def count_experts(fields: Fields, default: int) -> int:
+    """Read the number of experts. Versions of `transformers` differ in which name they write."""
+    return fields.integer("num_local_experts", "num_experts", default=default)
+
+
+def adjust_mixtral(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    count, chosen = count_experts(fields, 8), fields.integer("num_experts_per_tok")
+    return add_experts(config, ExpertConfig(count, chosen, config.hidden))
+
+
+def adjust_granite_moe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    count, chosen = count_experts(fields, 8), fields.integer("num_experts_per_tok")
+    shared = fields.integer("shared_intermediate_size", default=0)
+    experts = ExpertConfig(count, chosen, config.hidden, shared=shared)
+    return adjust_granite(fields, add_experts(config, experts))
+
+
+def adjust_qwen_moe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    """Experts in each layer whose number is a multiple of a step, but not in those of a list."""
+    experts = ExpertConfig(
+        count_experts(fields, 60 if config.architecture == "qwen2_moe" else 128),
+        fields.integer("num_experts_per_tok"),
+        fields.integer("moe_intermediate_size"),
+        is_normalized=fields.flag("norm_topk_prob"),
+        shared=fields.integer("shared_expert_intermediate_size", default=0),
+        has_share=config.architecture == "qwen2_moe",
+    )
+    step = fields.integer("decoder_sparse_step")
+    if step < 1:
+        raise fields.refuse(("decoder_sparse_step",), step, "an integer from 1 on")
+    dense = fields.items(None, "mlp_only_layers") or []
+    return add_experts(config, experts, lambda i: i in dense or (i + 1) % step != 0)
+
+
+def adjust_qwen2_moe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    biases = frozenset("qkv" if fields.flag("qkv_bias") else "")
+    return replace(adjust_qwen_moe(fields, config), biases=biases)
+
+
+def adjust_qwen3_moe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    return adjust_qwen3(fields, adjust_qwen_moe(fields, config))
+
+
+def adjust_olmoe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    clip = fields.get("clip_qkv")
+    if clip is not None:
+        raise fields.refuse(("clip_qkv",), clip, "null. Clipped values are not supported")
+    experts = ExpertConfig(
+        count_experts(fields, 64),
+        fields.integer("num_experts_per_tok"),
+        config.hidden,
+        is_normalized=fields.flag("norm_topk_prob"),
+    )
+    return replace(add_experts(config, experts), has_row_norms=True)
+
+
 # --- Names --------------------------------------------------------------------------------------
 
 LLAMA_NAMES: dict[str, str] = {
@@ -349,12 +425,56 @@ LLAMA_NAMES: dict[str, str] = {
 UNREAD = r".*\.rotary_emb\.inv_freq"
 
 
+#: Experts as `transformers` has them in memory, and as it writes them.
+EXPERTS = "model.layers.{layer}.mlp.experts."
+MLP_EXPERTS: dict[str, tuple[str, ...]] = {
+    EXPERTS + "gate_up_proj": ("experts_gate", "experts_up"),
+    EXPERTS + "down_proj": ("experts_down",),
+    EXPERTS + "{expert}.gate_proj.weight": ("experts_gate",),
+    EXPERTS + "{expert}.up_proj.weight": ("experts_up",),
+    EXPERTS + "{expert}.down_proj.weight": ("experts_down",),
+}
+
+
 def make_names(names: Mapping[str, Any], **other: Any) -> TensorNames:
     """Return the names of Llama with changes."""
     return TensorNames({**LLAMA_NAMES, **names}, **{"unread": UNREAD, **other})
 
 
 LLAMA = make_names({})
+MOE = make_names(
+    {
+        "router": "model.layers.{}.mlp.gate",
+        "shared_gate": "model.layers.{}.mlp.shared_expert.gate_proj",
+        "shared_up": "model.layers.{}.mlp.shared_expert.up_proj",
+        "shared_down": "model.layers.{}.mlp.shared_expert.down_proj",
+        "share": "model.layers.{}.mlp.shared_expert_gate",
+    },
+    experts=MLP_EXPERTS,
+)
+MIXTRAL = replace(
+    MOE,
+    renamed={
+        ".block_sparse_moe.": ".mlp.",
+        ".w1.weight": ".gate_proj.weight",
+        ".w2.weight": ".down_proj.weight",
+        ".w3.weight": ".up_proj.weight",
+    },
+)
+GRANITE_MOE = make_names(
+    {
+        "router": "model.layers.{}.mlp.router",
+        "shared_gate_up": "model.layers.{}.shared_mlp.input_linear",
+        "shared_down": "model.layers.{}.shared_mlp.output_linear",
+    },
+    experts=MLP_EXPERTS,
+    renamed={
+        ".block_sparse_moe.": ".mlp.",
+        ".mlp.input_linear.weight": ".mlp.experts.gate_up_proj",
+        ".mlp.output_linear.weight": ".mlp.experts.down_proj",
+        ".router.layer.weight": ".router.weight",
+    },
+)
 PHI3 = make_names(
     {"qkv": "model.layers.{}.self_attn.qkv_proj", "gate_up": "model.layers.{}.mlp.gate_up_proj"}
 )
@@ -428,6 +548,30 @@ STARCODER2_SETTINGS = {
     **SHARED, "norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh",
     "tie_word_embeddings": True, "sliding_window": None,
 }  # fmt: skip
+COUNTS = {"num_experts": None, "num_local_experts": None}
+MIXTRAL_SETTINGS = {
+    **SILU, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
+    **COUNTS, "num_experts_per_tok": 2,
+}  # fmt: skip
+QWEN_MOE = {
+    **ALL_LAYERS, "use_sliding_window": False, "decoder_sparse_step": 1,
+    "mlp_only_layers": None, "norm_topk_prob": False,
+}  # fmt: skip
+QWEN2_MOE_SETTINGS = {
+    **QWEN_MOE, "max_window_layers": 28, "layer_types": None, "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, **COUNTS, "qkv_bias": True,
+}  # fmt: skip
+QWEN3_MOE_SETTINGS = {
+    **QWEN_MOE, "moe_intermediate_size": 768, "num_experts_per_tok": 8, **COUNTS,
+    "attention_bias": False,
+}  # fmt: skip
+OLMOE_SETTINGS = {
+    **SILU, "rms_norm_eps": 1e-5, "attention_bias": False, "clip_qkv": None,
+    "num_experts_per_tok": 8, **COUNTS, "norm_topk_prob": False,
+}  # fmt: skip
+GRANITE_MOE_SETTINGS = {
+    **SILU, "attention_bias": False, **COUNTS, "num_experts_per_tok": 2,
+}  # fmt: skip
 GPT2_SETTINGS = {
     **SHARED, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
     "tie_word_embeddings": True,
@@ -444,6 +588,14 @@ ARCHITECTURES: dict[str, ModelRow] = {
     "qwen2": ModelRow(LLAMA, LATE_LAYERS, adjust_qwen2, list_late),
     "qwen3": ModelRow(LLAMA, {**LATE_LAYERS, "attention_bias": False}, adjust_qwen3, list_late),
     "granite": ModelRow(LLAMA, {**SILU, **BIASES}, adjust_granite),
+    "mixtral": ModelRow(MIXTRAL, MIXTRAL_SETTINGS, adjust_mixtral, in_pattern(1)),
+    "qwen2_moe": ModelRow(MOE, QWEN2_MOE_SETTINGS, adjust_qwen2_moe, list_first_even),
+    "qwen3_moe": ModelRow(MOE, QWEN3_MOE_SETTINGS, adjust_qwen3_moe, in_pattern(1)),
+    "olmoe": ModelRow(MOE, OLMOE_SETTINGS, adjust_olmoe),
+    "granitemoe": ModelRow(GRANITE_MOE, GRANITE_MOE_SETTINGS, adjust_granite_moe),
+    "granitemoeshared": ModelRow(
+        GRANITE_MOE, {**GRANITE_MOE_SETTINGS, "shared_intermediate_size": 0}, adjust_granite_moe
+    ),
     "phi": ModelRow(PHI, PHI_SETTINGS, adjust_phi, refused=("qk_layernorm",)),
     "phi3": ModelRow(PHI3, PHI3_SETTINGS, windows=in_pattern(1)),
     "gemma": ModelRow(LLAMA, GEMMA1_SETTINGS, adjust_gemma, refused=BOTH_WAYS),

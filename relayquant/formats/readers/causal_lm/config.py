@@ -46,16 +46,57 @@ class Rotary:
 
 
 @dataclass(frozen=True)
+class ExpertConfig:
+    """A mixture of experts, instead of one feed-forward network.
+
+    The experts of a row h are those with the largest shares p = softmax(router(h)):
+
+        sum over the chosen e of p[e] * down_e(activation(gate_e(h)) * up_e(h))
+
+    Attributes:
+        count, chosen, hidden: Number of experts, of those that a row chooses, and of elements
+            inside each.
+        is_normalized: Whether the shares of the chosen are divided by their sum.
+        shared: Elements inside a network that every row has in addition. 0: there is none.
+        has_share: Whether its result is multiplied by sigmoid(share(h)).
+    """
+
+    count: int
+    chosen: int
+    hidden: int
+    is_normalized: bool = True
+    shared: int = 0
+    has_share: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chosen <= self.count < MOST_SIZE:
+            raise ModelError(
+                f"A row of the model chooses {self.chosen} of "
+                f"{format_count(self.count, 'expert')}; allowed: 1 to all of them.",
+                code="RQ204",
+            )
+        sizes = (self.count * self.hidden, self.shared + 1)
+        if not all(1 <= size < MOST_SIZE for size in sizes):
+            raise ModelError(
+                f"Each expert of the model has {format_count(self.hidden, 'element')}, and the "
+                f"shared one {self.shared}; allowed: 1 to {MOST_SIZE - 1} in all together.",
+                code="RQ204",
+            )
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What may differ between layers.
 
     Attributes:
         rotary: Rotary positions. None: this layer has none.
         window: Number of latest tokens that attention sees, itself included. 0: all.
+        experts: The mixture of experts. None: this layer has one feed-forward network.
     """
 
     rotary: Rotary | None = None
     window: int = 0
+    experts: ExpertConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +123,7 @@ class CausalLMConfig:
         is_parallel: Whether attention and the feed-forward network read the same norm, and both
             are added to x.
         has_head_norms: Whether each query and key head is normalized before it is turned.
+        has_row_norms: Whether queries and keys are, all heads together.
         has_post_norms: Whether results of attention and the feed-forward network are normalized.
         has_positions: Whether a learned vector of the position is added to the embedding.
         biases: Products with a bias: "q", "k", "v", "out", "gate", "up", "down", "classifier".
@@ -109,6 +151,7 @@ class CausalLMConfig:
     is_gated: bool = True
     is_parallel: bool = False
     has_head_norms: bool = False
+    has_row_norms: bool = False
     has_post_norms: bool = False
     has_positions: bool = False
     biases: frozenset[str] = frozenset()
@@ -178,6 +221,8 @@ class CausalLMConfig:
             norms["ffn_norm"] = self.width
         if self.has_head_norms:
             norms |= {"q_norm": self.head_width, "k_norm": self.head_width}
+        if self.has_row_norms:
+            norms |= {"q_norm": heads, "k_norm": groups}
         if self.has_post_norms:
             norms |= {"post_attention_norm": self.width, "post_ffn_norm": self.width}
         found: dict[str, tuple[int, ...]] = {"embedding.weight": (self.vocabulary, self.width)}
@@ -194,12 +239,35 @@ class CausalLMConfig:
             if self.norm is NormKind.LAYER:
                 found[f"{name}.bias"] = (size,)
 
-        for i in range(len(self.layers)):
-            for kind, shape in products.items():
+        for i, layer in enumerate(self.layers):
+            own = products
+            if layer.experts is not None:
+                own = {kind: products[kind] for kind in ("q", "k", "v", "out")}
+                own |= self.list_experts(layer.experts)
+            for kind, shape in own.items():
                 add_product(f"layers.{i}.{kind}", kind, shape)
             for kind, size in norms.items():
                 add_norm(f"layers.{i}.{kind}", size)
         add_norm("final_norm", self.width)
         if not self.is_tied:
             add_product("classifier", "classifier", (self.vocabulary, self.width))
+        return found
+
+    def list_experts(self, experts: ExpertConfig) -> dict[str, tuple[int, int]]:
+        """Return the shapes of a layer's experts. Those of all are one matrix, expert by expert."""
+        inner, outer = (experts.count * size for size in (experts.hidden, self.width))
+        found = {
+            "router": (experts.count, self.width),
+            "experts_gate": (inner, self.width),
+            "experts_up": (inner, self.width),
+            "experts_down": (outer, experts.hidden),
+        }
+        if experts.shared:
+            found |= {
+                "shared_gate": (experts.shared, self.width),
+                "shared_up": (experts.shared, self.width),
+                "shared_down": (self.width, experts.shared),
+            }
+        if experts.has_share:
+            found["share"] = (1, self.width)
         return found

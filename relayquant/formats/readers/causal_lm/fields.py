@@ -72,8 +72,8 @@ class Fields:
             raise self.refuse(names, value, "a text")
         return value
 
-    def items(self, count: int, *names: str) -> list[Any] | None:
-        """Return a list of `count` values, or None if there is none.
+    def items(self, count: int | None, *names: str) -> list[Any] | None:
+        """Return a list of `count` values, None for any number, or None if there is none.
 
         Raises:
             ModelError: it is no list, or shorter.
@@ -81,8 +81,9 @@ class Fields:
         value = self.get(*names)
         if value is None:
             return None
-        if not isinstance(value, list) or len(value) < count:
-            raise self.refuse(names, value, f"a list of {format_count(count, 'value')}")
+        if not isinstance(value, list) or len(value) < (count or 0):
+            size = "" if count is None else f" of {format_count(count, 'value')}"
+            raise self.refuse(names, value, f"a list{size}")
         return value[:count]
 
     def refuse(self, names: tuple[str, ...], value: Any, allowed: str) -> ModelError:

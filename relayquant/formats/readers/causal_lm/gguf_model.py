@@ -16,10 +16,11 @@ import numpy as np
 
 from relayquant.base.storage.files import PathLike, reading
 from relayquant.errors import ModelError, format_count
-from relayquant.formats.readers.causal_lm.architectures import list_types
+from relayquant.formats.readers.causal_lm.architectures import add_experts, list_types
 from relayquant.formats.readers.causal_lm.config import (
     MOST_LAYERS,
     CausalLMConfig,
+    ExpertConfig,
     HiddenFunction,
     LayerConfig,
     NormKind,
@@ -52,7 +53,17 @@ NAMES: dict[str, str] = {
     "down": "blk.{}.ffn_down",
     "post_ffn_norm": "blk.{}.post_ffw_norm",
     "final_norm": "output_norm",
+    "router": "blk.{}.ffn_gate_inp",
+    "shared_gate": "blk.{}.ffn_gate_shexp",
+    "shared_up": "blk.{}.ffn_up_shexp",
+    "shared_down": "blk.{}.ffn_down_shexp",
+    "share": "blk.{}.ffn_gate_inp_shexp",
     "classifier": "output",
+}
+EXPERTS: dict[str, tuple[str, ...]] = {
+    "blk.{layer}.ffn_gate_exps.weight": ("experts_gate",),
+    "blk.{layer}.ffn_up_exps.weight": ("experts_up",),
+    "blk.{layer}.ffn_down_exps.weight": ("experts_down",),
 }
 #: Divisors of the frequencies of rotary positions: read with the config.
 FACTORS = "rope_freqs.weight"
@@ -64,7 +75,7 @@ SCALING = (
 )  # fmt: skip
 UNREAD = r"rope_(freqs|factors_long|factors_short)\.weight|.*\.attn_rot_embd"
 
-PLAIN = TensorNames(NAMES, UNREAD)
+PLAIN = TensorNames(NAMES, EXPERTS, unread=UNREAD)
 #: Rows of q and k are stored for pairs of neighbours.
 PAIRED = replace(PLAIN, is_paired=True)
 
@@ -80,6 +91,8 @@ class GgufModelRow:
         local_base: Base of rotary positions in layers with a window, if metadata has none. 0: as
             in the others.
         unturned: Each `unturned`-th layer has no rotary positions. 0: all have. 1: none has.
+        is_normalized: Whether shares of chosen experts are divided by their sum, if metadata does
+            not say so.
         adjust: What depends on other metadata.
     """
 
@@ -88,6 +101,7 @@ class GgufModelRow:
     pattern: int = 0
     local_base: float = 0.0
     unturned: int = 0
+    is_normalized: bool = True
     adjust: Callable[[Fields, CausalLMConfig], CausalLMConfig] = lambda _fields, config: config
 
 
@@ -120,8 +134,6 @@ def read_gguf_config(
             code="RQ202",
         )
     row, fields = GGUF_ARCHITECTURES[kind], Fields(header.metadata, f"{kind}.")
-    if fields.integer("expert_count", default=0):
-        raise ModelError("The model has experts, which are not supported.", code="RQ202")
     if not fields.flag("attention.causal", default=True):
         raise fields.refuse(("attention.causal",), False, "true. It is an encoder")
     check_scaling(header.metadata, f"{kind}.rope.scaling.")
@@ -160,7 +172,35 @@ def read_gguf_config(
         score_cap=fields.number("final_logit_softcapping", default=0.0),
         is_tied="output.weight" not in tensors,
     )
-    return row.adjust(fields, replace(config, **row.changes)), row.names  # pyright: ignore[reportArgumentType]
+    config = add_gguf_experts(fields, row, replace(config, **row.changes), tensors)  # pyright: ignore[reportArgumentType]
+    return row.adjust(fields, config), row.names
+
+
+def add_gguf_experts(
+    fields: Fields, row: GgufModelRow, config: CausalLMConfig, tensors: Mapping[str, StoredTensor]
+) -> CausalLMConfig:
+    """Return the model with experts in the layers that have a router."""
+    count = fields.integer("expert_count", default=0)
+    if not count:
+        return config
+    for name in ("expert_group_count", "expert_gating_func", "expert_weights_scale"):
+        value = fields.get(name)
+        # 1: softmax. 0: as the architecture has it.
+        if value not in (None, 0, 1):
+            raise fields.refuse((name,), value, "0 or 1. Other routers are not supported")
+    inner = fields.integer("expert_feed_forward_length", default=config.hidden)
+    shared = tensors.get(f"{NAMES['shared_up'].format(0)}.weight")
+    experts = ExpertConfig(
+        count,
+        fields.integer("expert_used_count"),
+        inner,
+        is_normalized=fields.flag("expert_weights_norm", default=row.is_normalized),
+        shared=0 if shared is None or not shared.shape else shared.shape[0],
+        has_share=f"{NAMES['share'].format(0)}.weight" in tensors,
+    )
+    return add_experts(
+        config, experts, lambda i: f"{NAMES['router'].format(i)}.weight" not in tensors
+    )
 
 
 def check_scaling(metadata: Mapping[str, object], prefix: str) -> None:
@@ -245,7 +285,7 @@ def store_tensor(path: Path, place: GgufPlace) -> StoredTensor:
     if kind in FLOAT_KINDS:
         return StoredTensor(place.shape, FLOATS, partial(read_floats, path, place))
     refusal = ""
-    if place.kind not in BLOCK_KINDS or len(place.shape) != 2:
+    if place.kind not in BLOCK_KINDS or len(place.shape) not in (2, 3):
         known = [*FLOAT_KINDS, *(form.name for form in BLOCK_KINDS.values())]
         refusal = (
             f"has blocks of kind {kind} and shape {place.shape}; supported: matrices of "
@@ -271,8 +311,8 @@ def read_floats(path: Path, place: GgufPlace) -> Weight:
 def read_grouped(path: Path, place: GgufPlace) -> Weight:
     """Read a tensor of blocks."""
     with reading(path, "GGUF file", ModelError):
-        rows, features = place.shape
-        return read_blocks(map_bytes(path, place), place.kind, (rows, features))
+        *outer, features = place.shape
+        return read_blocks(map_bytes(path, place), place.kind, (math.prod(outer), features))
 
 
 def widen(array: np.ndarray) -> np.ndarray:
@@ -322,6 +362,10 @@ GGUF_ARCHITECTURES: dict[str, GgufModelRow] = {
     "granite": GgufModelRow(PAIRED, adjust=adjust_gguf_granite),
     "qwen2": GgufModelRow(),
     "qwen3": GgufModelRow(changes={"has_head_norms": True}),
+    "granitemoe": GgufModelRow(PAIRED, adjust=adjust_gguf_granite),
+    "qwen2moe": GgufModelRow(is_normalized=False),
+    "qwen3moe": GgufModelRow(changes={"has_head_norms": True}),
+    "olmoe": GgufModelRow(changes={"has_row_norms": True}, is_normalized=False),
     "phi2": GgufModelRow(changes={**LAYER_NORMS, "is_parallel": True}),
     "phi3": GgufModelRow(replace(PLAIN, names={**NAMES, "gate_up": "blk.{}.ffn_up"}), pattern=1),
     "gemma": GgufModelRow(changes=GELU, adjust=scale_embedding),

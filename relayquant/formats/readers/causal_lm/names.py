@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from relayquant.errors import ModelError, format_count
 from relayquant.formats.readers.causal_lm.config import CausalLMConfig
-from relayquant.formats.readers.causal_lm.tensors import StoredTensor
+from relayquant.formats.readers.causal_lm.tensors import StoredTensor, join_tensors
 
 #: Number of names that an error lists.
 SHOWN_NAMES = 4
 #: A joined tensor of a source -> what it consists of, by rows.
-JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+JOINED = {
+    "qkv": ("q", "k", "v"),
+    "gate_up": ("gate", "up"),
+    "shared_gate_up": ("shared_gate", "shared_up"),
+}
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,10 @@ class TensorNames:
     Attributes:
         names: Part of our name without the layer ("q", "qkv", "final_norm") -> the source's name
             without ".weight" and ".bias", with {} for the number of the layer.
+        experts: The source's whole name of a tensor of experts, with {layer} for the number of the
+            layer -> the parts that it consists of, by rows. It is a matrix of one expert if the
+            name has {expert}, else a stack (experts, outputs, inputs).
+        renamed: Parts of names in files of other versions -> what they are here.
         unread: Pattern of tensors that no network reads: buffers that are computed.
         is_transposed: Whether weights of products are stored as (inputs, outputs).
         is_paired: Whether rows of q and k are stored for pairs of neighbours and not of halves
@@ -32,6 +41,8 @@ class TensorNames:
     """
 
     names: Mapping[str, str]
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     unread: str = r"(?!)"
     is_transposed: bool = False
     is_paired: bool = False
@@ -54,12 +65,25 @@ def translate_tensors(
             there and would not be used.
     """
     shapes = config.shapes
+    tensors = {translate_name(name, names.renamed): tensor for name, tensor in tensors.items()}
     found: dict[str, StoredTensor] = {}
     missing: list[str] = []
     used: set[str] = set()
     for name, shape in shapes.items():
         place, suffix = name.rsplit(".", 1)
         layer, part = place.split(".")[1:] if place.startswith("layers.") else ("", place)
+        experts = config.layers[int(layer)].experts if part.startswith("experts_") else None
+        if experts is not None:
+            sources, parts = find_experts(names, part, layer, experts.count, tensors)
+            used.update(sources)
+            absent = [source for source in sources if source not in tensors]
+            missing += absent
+            if not absent:
+                own = {each: tensors[each] for each in sources}
+                found[name] = join_experts(
+                    config.list_experts(experts), part, parts, own, experts.count
+                )
+            continue
         joined = next(
             (
                 (known, source)
@@ -74,8 +98,9 @@ def translate_tensors(
             continue
         used.add(source)
         tensor = tensors[source]
-        if tensor.refusal:
-            raise ModelError(f"Tensor {source!r} {tensor.refusal}", code="RQ202")
+        check_readable(source, tensor)
+        if part == "share" and tensor.shape == shape[1:]:  # GGUF has it without its outputs
+            tensor = replace(tensor, shape=shape, read=partial(add_axis, tensor))
         is_matrix = len(shape) == 2
         if names.is_transposed and is_matrix and part not in TABLES:
             tensor = tensor.transpose()
@@ -83,11 +108,7 @@ def translate_tensors(
             parts = JOINED[joined[0]]
             sizes = [shapes[f"layers.{layer}.{each}.weight"][0] for each in parts]
             tensor = cut_joined(sizes, parts.index(part), source, tensor)
-        if tensor.shape != shape:
-            raise ModelError(
-                f"Tensor {source!r} has shape {tensor.shape}; the model's metadata says {shape}.",
-                code="RQ204",
-            )
+        check_shape(source, tensor, shape)
         if names.is_paired and part in ("q", "k"):
             tensor = tensor.take_rows(order_halves(config, part))
         if config.norm_shift and part.endswith("norm") and suffix == "weight":
@@ -109,6 +130,78 @@ def translate_tensors(
             code="RQ202",
         )
     return found
+
+
+def translate_name(name: str, renamed: Mapping[str, str]) -> str:
+    """Return the name that a tensor of another version has here."""
+    for before, after in renamed.items():
+        name = name.replace(before, after)
+    return name
+
+
+def check_readable(source: str, tensor: StoredTensor) -> None:
+    """Raise unless a network can have the tensor."""
+    if tensor.refusal:
+        raise ModelError(f"Tensor {source!r} {tensor.refusal}", code="RQ202")
+
+
+def check_shape(source: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
+    """Raise unless the tensor has a shape."""
+    if tensor.shape != shape:
+        raise ModelError(
+            f"Tensor {source!r} has shape {tensor.shape}; the model's metadata says {shape}.",
+            code="RQ204",
+        )
+
+
+def add_axis(tensor: StoredTensor) -> np.ndarray:
+    return tensor.read_floats()[None]
+
+
+def find_experts(
+    names: TensorNames, part: str, layer: str, count: int, tensors: Mapping[str, StoredTensor]
+) -> tuple[list[str], tuple[str, ...]]:
+    """Return the names of the tensors that hold a part of all experts, and the parts that they
+    hold: one of all experts, or one of each. If there are none, they are missing.
+    """
+    found: list[tuple[list[str], tuple[str, ...]]] = []
+    for template, parts in names.experts.items():
+        if part in parts:
+            sources = [template.format(layer=layer, expert=i) for i in range(count)]
+            found.append((list(dict.fromkeys(sources)), parts))
+    return next((each for each in found if each[0][0] in tensors), found[-1])
+
+
+def join_experts(
+    shapes: Mapping[str, tuple[int, int]],
+    part: str,
+    parts: Sequence[str],
+    sources: Mapping[str, StoredTensor],
+    count: int,
+) -> StoredTensor:
+    """Return a part of all experts, one expert after the other.
+
+    Args:
+        shapes: Shape of each part of all experts.
+
+    Raises:
+        ModelError: the tensors have other shapes, or cannot be read.
+    """
+    (rows, columns), sizes = shapes[part], [shapes[each][0] // count for each in parts]
+    is_stack = len(sources) == 1
+    expected = (count, sum(sizes), columns) if is_stack else (sum(sizes), columns)
+    for source, tensor in sources.items():
+        check_readable(source, tensor)
+        check_shape(source, tensor, expected)
+    if not is_stack:
+        return join_tensors(list(sources.values()))
+    tensor = next(iter(sources.values())).flatten()
+    if len(parts) == 1:
+        return tensor
+    at = parts.index(part)
+    start = sum(sizes[:at])
+    own = np.arange(count)[:, None] * sum(sizes) + np.arange(start, start + sizes[at])
+    return tensor.take_rows(own.reshape(rows))
 
 
 def find_name(names: TensorNames, part: str, layer: str, suffix: str) -> str:

@@ -21,6 +21,7 @@ from relayquant.base.grouping import GroupedWeight
 from relayquant.base.language import DECODE, PREFILL
 from relayquant.formats.readers.causal_lm.config import (
     CausalLMConfig,
+    ExpertConfig,
     HiddenFunction,
     LayerConfig,
     NormKind,
@@ -47,8 +48,15 @@ ACTIVATIONS = {
     HiddenFunction.GELU_TANH: relax.op.nn.gelu_tanh,
     HiddenFunction.RELU: relax.op.nn.relu,
 }
-#: Products that read the same data, whose weights are joined by rows where their kinds agree.
-SIBLINGS = (("q", "k", "v"), ("gate", "up"))
+#: What reads a weight in float -> the operator for blocks.
+BLOCK_OPERATORS = {
+    "matmul": "grouped_dense",
+    "take": "grouped_take",
+    "expert_dense": "grouped_expert_dense",
+}
+#: Parts of a layer's experts: what stays in float because it chooses, and the weights of all.
+ROUTERS = ("router", "share")
+EXPERTS = ("experts_gate", "experts_up", "experts_down")
 
 
 def build_network(
@@ -123,14 +131,8 @@ class Network:
         """Join weights, and read what becomes a constant."""
         length = options.choose_length(config.max_length)
         products: dict[str, list[JoinedProduct]] = {}
-        for i in range(len(config.layers)):
-            parts = [
-                ("q", "k", "v"),
-                ("out",),
-                ("gate", "up") if config.is_gated else ("up",),
-                ("down",),
-            ]
-            for group in parts:
+        for i, layer in enumerate(config.layers):
+            for group in list_products(config, layer):
                 products[f"layers.{i}.{group[0]}"] = join_products(tensors, f"layers.{i}.", group)
         if not config.is_tied:
             products["classifier"] = join_products(tensors, "", ("classifier",))
@@ -141,8 +143,11 @@ class Network:
         }
         network = Network(config, options, length, products, tables)
         for name, tensor in tensors.items():
-            if len(tensor.shape) == 1 and not is_product_bias(config, name):
+            part = name.split(".")[-2]
+            if part in ROUTERS or (len(tensor.shape) == 1 and not is_product_bias(config, name)):
                 network.constants[name] = relax.const(tensor.read_floats())
+            elif part in EXPERTS:
+                network.hold(name.removesuffix(".weight"), tensor)
         for own in products.values():
             for product in own:
                 network.hold(product.name, product.weight)
@@ -166,6 +171,16 @@ class Network:
         assert isinstance(weight, GroupedWeight)
         parts = (weight.codes, weight.scale, weight.zero_point)
         self.grouped[name] = weight, [relax.const(tvm.runtime.tensor(part)) for part in parts]
+
+
+def list_products(config: CausalLMConfig, layer: LayerConfig) -> list[tuple[str, ...]]:
+    """Return the products of a layer that all rows share: those of the same data together."""
+    found: list[tuple[str, ...]] = [("q", "k", "v"), ("out",)]
+    if layer.experts is None:
+        found += [("gate", "up") if config.is_gated else ("up",), ("down",)]
+    elif layer.experts.shared:
+        found += [("shared_gate", "shared_up"), ("shared_down",)]
+    return found
 
 
 def is_product_bias(config: CausalLMConfig, name: str) -> bool:
@@ -195,7 +210,7 @@ def join_products(
             bias = join_tensors(
                 [each or make_zeros(w.shape[0]) for each, w in zip(biases, weights, strict=True)]
             )
-        name = prefix + ("_".join(run) if "gate" in run else "".join(run))
+        name = prefix + ("_".join(run) if len(run[0]) > 1 else "".join(run))
         sizes = {part: weight.shape[0] for part, weight in zip(run, weights, strict=True)}
         found.append(JoinedProduct(name, sizes, join_tensors(weights), bias))
     return found
@@ -298,7 +313,7 @@ class FunctionBuilder:
         if not config.is_parallel:
             x = self.add(f"{name}.attended", x, attended)
             h = self.normalize(f"{name}.ffn_norm", x)
-        computed = self.feed_forward(name, h)
+        computed = self.mix(name, layer.experts, h) if layer.experts else self.feed_forward(name, h)
         if config.has_post_norms:
             computed = self.normalize(f"{name}.post_ffn_norm", computed)
         if config.is_parallel:
@@ -316,6 +331,8 @@ class FunctionBuilder:
         """Return the attention over the cache, after new keys and values are written to it."""
         config = self.config
         parts = self.multiply(f"{name}.q", h)
+        if config.has_row_norms:
+            parts |= {part: self.normalize(f"{name}.{part}_norm", parts[part]) for part in "qk"}
         heads = {
             part: self.emit(
                 relax.op.reshape(
@@ -367,16 +384,84 @@ class FunctionBuilder:
             self.state[slot] = self.emit(updated, f"{slot}.next")
         return self.state[name], self.state.get(f"{name}.scale", number(1.0))
 
-    def feed_forward(self, name: str, h: Expr) -> Expr:
-        """Return down(activation(gate(h)) * up(h)), or down(activation(up(h)))."""
-        activation = ACTIVATIONS[self.config.activation]
+    def feed_forward(self, name: str, h: Expr, kind: str = "") -> Expr:
+        """Return down(activation(gate(h)) * up(h)), or down(activation(up(h))). `kind` is what the
+        names of the parts begin with.
+        """
+        up, down = f"{kind}up", f"{kind}down"
         if self.config.is_gated:
-            parts = self.multiply(f"{name}.gate", h)
-            gate = self.emit(activation(parts["gate"]), f"{name}.gated")
-            h = self.emit(relax.op.multiply(gate, parts["up"]), f"{name}.hidden")
+            parts = self.multiply(f"{name}.{kind}gate", h)
+            h = self.gate(f"{name}.{kind}", parts[f"{kind}gate"], parts[up])
         else:
-            h = self.emit(activation(self.multiply(f"{name}.up", h)["up"]), f"{name}.hidden")
-        return self.multiply(f"{name}.down", h)["down"]
+            computed = self.multiply(f"{name}.{up}", h)[up]
+            h = self.emit(ACTIVATIONS[self.config.activation](computed), f"{name}.hidden")
+        return self.multiply(f"{name}.{down}", h)[down]
+
+    def gate(self, name: str, gate: Expr, up: Expr) -> Expr:
+        """Return activation(gate) * up."""
+        opened = self.emit(ACTIVATIONS[self.config.activation](gate), f"{name}gated")
+        return self.emit(relax.op.multiply(opened, up), f"{name}hidden")
+
+    def mix(self, name: str, experts: ExpertConfig, h: Expr) -> Expr:
+        """Return the sum of what each row's experts compute, times their shares."""
+        shares, chosen = self.choose(name, experts, h)
+        rows = self.emit(relax.op.expand_dims(h, 2), f"{name}.expert_rows")
+        quantized: dict[int, tuple[Expr, Expr]] = {}
+        parts = {
+            part: self.multiply_by_chosen(
+                f"{name}.experts_{part}", rows, chosen, experts, quantized
+            )
+            for part in ("gate", "up")
+        }
+        hidden = self.gate(f"{name}.experts_", parts["gate"], parts["up"])
+        found = self.multiply_by_chosen(f"{name}.experts_down", hidden, chosen, experts, {})
+        weighted = relax.op.multiply(found, self.emit(relax.op.expand_dims(shares, -1), "share"))
+        mixed = self.emit(relax.op.sum(self.emit(weighted, f"{name}.weighted"), 2), f"{name}.mixed")
+        if not experts.shared:
+            return mixed
+        computed = self.feed_forward(name, h, "shared_")
+        if experts.has_share:
+            share = self.multiply_by_constant(f"{name}.share", h)
+            share = self.emit(relax.op.sigmoid(share), f"{name}.share.sigmoid")
+            computed = self.emit(relax.op.multiply(computed, share), f"{name}.shared")
+        return self.emit(relax.op.add(mixed, computed), f"{name}.joined")
+
+    def choose(self, name: str, experts: ExpertConfig, h: Expr) -> tuple[Expr, Expr]:
+        """Return shares float32 and numbers int32 of the experts of each row, (B, rows, chosen)."""
+        scores = self.multiply_by_constant(f"{name}.router", h)
+        all_shares = self.emit(relax.op.nn.softmax(scores, -1), f"{name}.shares")
+        best = self.emit(
+            relax.op.topk(all_shares, experts.chosen, -1, "both", True, "int32"), f"{name}.best"
+        )
+        shares = self.emit(best[0], f"{name}.best.shares")
+        if experts.is_normalized:
+            total = self.emit(relax.op.sum(shares, -1, keepdims=True), f"{name}.best.sum")
+            shares = self.emit(relax.op.divide(shares, total), f"{name}.best.normalized")
+        return shares, self.emit(best[1], f"{name}.chosen")
+
+    def multiply_by_constant(self, name: str, x: Expr) -> Expr:
+        """Return x w^T for a weight that stays in float."""
+        turned = relax.op.permute_dims(self.network.constants[f"{name}.weight"])
+        return self.emit(relax.op.matmul(x, self.emit(turned, f"{name}.t")), name)
+
+    def multiply_by_chosen(
+        self,
+        name: str,
+        x: Expr,
+        chosen: Expr,
+        experts: ExpertConfig,
+        rows: dict[int, tuple[Expr, Expr]],
+    ) -> Expr:
+        """Return x (B, rows, chosen or 1, inputs) times the weights of the chosen experts."""
+        if name not in self.network.grouped:
+            weight = self.weights[f"{name}.weight"]
+            return self.emit(qnn.expert_dense(x, chosen, weight, experts.count), name)
+        size = self.network.grouped[name][0].group_size
+        if size not in rows:
+            rows[size] = self.quantize(x, size, name)
+        blocks = self.read_blocks(name, "expert_dense")
+        product = qnn.grouped_expert_dense(*rows[size], chosen, *blocks, experts.count)
+        return self.emit(product, name)
 
     def compute_scores(self, x: Expr) -> Expr:
         """Return scores of the picked rows, (B, picked, vocabulary)."""
@@ -467,7 +552,7 @@ class FunctionBuilder:
                 value,
                 op,
                 True,
-                "grouped_take" if op == "take" else "grouped_dense",
+                BLOCK_OPERATORS[op],
                 f"int{form.bits}",
                 scheme="symmetric" if form.is_symmetric else "affine",
                 rule=f"blocks of the file, as groups of {weight.group_size}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TypeAlias
 
 import numpy as np
@@ -26,7 +27,8 @@ class StoredTensor:
     """A tensor of a source.
 
     Attributes:
-        shape: Outermost axis first, (outputs, inputs) for a weight.
+        shape: Outermost axis first, (outputs, inputs) for a weight, (experts, outputs, inputs) for
+            a stack. Blocks of a stack are read as one matrix.
         kind: `FLOATS`, or how the source stores blocks: "Q4_0". Blocks of equal kinds can be
             joined.
         read: Returns the values. Each call reads them again. Not to be changed by the caller.
@@ -55,6 +57,17 @@ class StoredTensor:
         return StoredTensor(
             (count, *self.shape[1:]), self.kind, lambda: index_rows(self.read(), rows)
         )
+
+    def flatten(self) -> StoredTensor:
+        """Return the rows of all matrices of a stack (E, N, K), (E * N, K)."""
+        *outer, last = self.shape
+        shape = (prod(outer), last)
+
+        def read() -> Weight:
+            weight = self.read()
+            return weight if isinstance(weight, GroupedWeight) else weight.reshape(shape)
+
+        return StoredTensor(shape, self.kind, read, self.refusal)
 
     def transpose(self) -> StoredTensor:
         """Return a matrix with its axes swapped, as floats."""

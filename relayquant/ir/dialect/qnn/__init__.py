@@ -33,6 +33,7 @@ from relayquant.ir.dialect.qnn import (
     attention,
     concatenation,
     convolution,
+    experts,
     fourier,
     grouped,
     product,
@@ -47,6 +48,7 @@ from relayquant.ir.dialect.qnn.arithmetic import *
 from relayquant.ir.dialect.qnn.attention import *
 from relayquant.ir.dialect.qnn.concatenation import *
 from relayquant.ir.dialect.qnn.convolution import *
+from relayquant.ir.dialect.qnn.experts import *
 from relayquant.ir.dialect.qnn.fourier import *
 from relayquant.ir.dialect.qnn.grouped import *
 from relayquant.ir.dialect.qnn.product import *
@@ -69,6 +71,7 @@ FAMILIES = (
     slope,
     table,
     grouped,
+    experts,
     recurrent,
     attention,
     fourier,

@@ -187,10 +187,18 @@ def check_grouped_weight(call: Call, operands: Sequence[CheckedOperand]) -> Any:
 def infer_grouped_dense(call: Call, _builder: Any) -> Any:
     """Infer float32 or int8 (..., K) -> float32 (..., N)."""
     data, data_scale, *weight = get_operands(call, DENSE_OPERANDS)
-    data.check_dtype(("float32", "int8"), "Cast it, or quantize its rows: qnn.quantize_rows.")
     data.check_min_rank(1)
-    data_scale.check_dtype(("float32",))
     rows = check_grouped_weight(call, weight)
+    check_rows(call, data, data_scale)
+    if data.shape is None or rows is None:
+        return relax.TensorType(None, "float32", data.ty.vdevice, data.ndim)
+    return relax.TensorType([*data.shape[:-1], rows], "float32", data.ty.vdevice)
+
+
+def check_rows(call: Call, data: CheckedOperand, data_scale: CheckedOperand) -> None:
+    """Raise unless rows and their scales fit a grouped weight."""
+    data.check_dtype(("float32", "int8"), "Cast it, or quantize its rows: qnn.quantize_rows.")
+    data_scale.check_dtype(("float32",))
     if data.dtype == "float32" and data_scale.ndim > 0:
         raise data_scale.fail(
             f"has rank {data_scale.ndim}",
@@ -208,14 +216,11 @@ def infer_grouped_dense(call: Call, _builder: Any) -> Any:
             f"allowed: (..., 1), one scale for each row, or (..., {groups}), one for each group of "
             f"{format_count(int(call.attrs.group_size), 'column')}",
         )
-    if data.shape is None or rows is None:
-        return relax.TensorType(None, "float32", data.ty.vdevice, data.ndim)
     features = tirx.IntImm("int64", int(call.attrs.features))
-    if is_known_different(data.shape[-1], features):
+    if data.shape is not None and is_known_different(data.shape[-1], features):
         raise data.fail(
             f"has shape {show_shape(data.shape)}", f"allowed: (..., {int(features)}), as the weight"
         )
-    return relax.TensorType([*data.shape[:-1], rows], "float32", data.ty.vdevice)
 
 
 def infer_grouped_take(call: Call, _builder: Any) -> Any:
@@ -305,60 +310,78 @@ def has_scale_of_each_group(data_scale: Any, groups: int) -> bool:
 
 def legalize_grouped_dense(builder: BlockBuilder, call: Call) -> Any:
     """Sum data * (code - zero point) over each group, then over the groups with their scales."""
-    size, features = int(call.attrs.group_size), int(call.attrs.features)
-    groups, shape = count_groups(features, size), list(call.ty.shape)
-    is_float = str(call.args[0].ty.dtype) == "float32"
-    dtype = "float32" if is_float else "int32"
 
-    def te_dense(
-        data: te.Tensor, data_scale: te.Tensor, weight: te.Tensor, scale: te.Tensor, zero: te.Tensor
-    ) -> te.Tensor:
-        integers = subtract_zero_points(call, weight, zero)
-        g = te.reduce_axis((0, groups), name="g")
-
-        def sum_group(group: PrimExpr, term: Callable[[PrimExpr], PrimExpr]) -> PrimExpr:
-            k = te.reduce_axis((0, min(size, features)), name="k")
-            column = group * size + k
-            value = term(tirx.min(column, features - 1)).astype(dtype)
-            if features % size and groups > 1:
-                value = tirx.if_then_else(column < features, value, tirx.const(0, dtype))
-            return te.sum(value, axis=k)
-
-        def product(*i: PrimExpr) -> PrimExpr:
-            *lead, n, group = i
-            return sum_group(
-                group, lambda k: data(*lead, k).astype(dtype) * integers(n, k).astype(dtype)
-            )
-
-        sums = compute_tensor([*shape, groups], product, name="sums")
-        row_sums = compute_tensor(
-            [*shape[:-1], groups],
-            lambda *i: sum_group(i[-1], lambda k: data(*i[:-1], k)),
-            name="row_sums",
-        )
-
-        has_group_scales = has_scale_of_each_group(data_scale, groups)
-
-        def total(*i: PrimExpr) -> PrimExpr:
-            own = data_scale(*i[:-1], g) if has_group_scales else tirx.const(1.0, "float32")
-            factor = own * scale(i[-1], g).astype("float32")
-            value = sums(*i, g).astype("float32") * factor
-            if has_offsets(zero):
-                offset = zero(i[-1], g).astype("float32")
-                value = value + own * row_sums(*i[:-1], g).astype("float32") * offset
-            return te.sum(value, axis=g)
-
-        added = compute_tensor(shape, total, name="added")
-        if is_float or has_group_scales:
-            return added
-
-        def scaled(*i: PrimExpr) -> PrimExpr:
-            row = data_scale(*i[:-1], 0) if len(data_scale.shape) else data_scale()
-            return added(*i) * row
-
-        return compute_tensor(shape, scaled, name=name_hint(call))
+    def te_dense(data: te.Tensor, data_scale: te.Tensor, *weight: te.Tensor) -> te.Tensor:
+        return sum_groups(call, data, data_scale, *weight, lambda *row: row, lambda *i: i[-1])
 
     return make_loops(builder, call, te_dense, call.args, pattern=OPAQUE)
+
+
+def sum_groups(
+    call: Call,
+    data: te.Tensor,
+    data_scale: te.Tensor,
+    weight: te.Tensor,
+    scale: te.Tensor,
+    zero: te.Tensor,
+    find_data: Callable[..., Sequence[PrimExpr]],
+    find_weight: Callable[..., PrimExpr],
+) -> te.Tensor:
+    """Sum data * (code - zero point) over each group, then over the groups with their scales.
+
+    Args:
+        find_data: Place of an element without the last axis -> its row of the data.
+        find_weight: Place of an element -> its row of the weight.
+    """
+    size, features = int(call.attrs.group_size), int(call.attrs.features)
+    groups, shape = count_groups(features, size), list(call.ty.shape)
+    is_float = data.dtype == "float32"
+    dtype = "float32" if is_float else "int32"
+    integers = subtract_zero_points(call, weight, zero)
+    g = te.reduce_axis((0, groups), name="g")
+
+    def sum_group(group: PrimExpr, term: Callable[[PrimExpr], PrimExpr]) -> PrimExpr:
+        k = te.reduce_axis((0, min(size, features)), name="k")
+        column = group * size + k
+        value = term(tirx.min(column, features - 1)).astype(dtype)
+        if features % size and groups > 1:
+            value = tirx.if_then_else(column < features, value, tirx.const(0, dtype))
+        return te.sum(value, axis=k)
+
+    def product(*i: PrimExpr) -> PrimExpr:
+        *place, group = i
+        row, number = find_data(*place[:-1]), find_weight(*place)
+        return sum_group(
+            group, lambda k: data(*row, k).astype(dtype) * integers(number, k).astype(dtype)
+        )
+
+    sums = compute_tensor([*shape, groups], product, name="sums")
+    row_sums = compute_tensor(
+        [*shape[:-1], groups],
+        lambda *i: sum_group(i[-1], lambda k: data(*find_data(*i[:-1]), k)),
+        name="row_sums",
+    )
+    has_group_scales = has_scale_of_each_group(data_scale, groups)
+
+    def total(*i: PrimExpr) -> PrimExpr:
+        row, number = find_data(*i[:-1]), find_weight(*i)
+        own = data_scale(*row, g) if has_group_scales else tirx.const(1.0, "float32")
+        factor = own * scale(number, g).astype("float32")
+        value = sums(*i, g).astype("float32") * factor
+        if has_offsets(zero):
+            offset = zero(number, g).astype("float32")
+            value = value + own * row_sums(*i[:-1], g).astype("float32") * offset
+        return te.sum(value, axis=g)
+
+    added = compute_tensor(shape, total, name="added")
+    if is_float or has_group_scales:
+        return added
+
+    def scaled(*i: PrimExpr) -> PrimExpr:
+        row = data_scale(*find_data(*i[:-1]), 0) if len(data_scale.shape) else data_scale()
+        return added(*i) * row
+
+    return compute_tensor(shape, scaled, name=name_hint(call))
 
 
 def legalize_grouped_take(builder: BlockBuilder, call: Call) -> Any:

@@ -23,6 +23,7 @@ from typing import Any
 from relayquant.ir.reference.qnn import (
     arithmetic,
     attention,
+    experts,
     fourier,
     grouped,
     linear,
@@ -33,6 +34,7 @@ from relayquant.ir.reference.qnn import (
 )
 from relayquant.ir.reference.qnn.arithmetic import *
 from relayquant.ir.reference.qnn.attention import *
+from relayquant.ir.reference.qnn.experts import *
 from relayquant.ir.reference.qnn.fourier import *
 from relayquant.ir.reference.qnn.grouped import *
 from relayquant.ir.reference.qnn.linear import *
@@ -46,7 +48,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     name: getattr(family, name)
     for family in (
         *(quantization, linear, arithmetic, reduction, pointwise),
-        *(grouped, recurrent, attention, fourier),
+        *(grouped, experts, recurrent, attention, fourier),
     )
     for name in family.__all__
 }
