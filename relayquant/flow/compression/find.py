@@ -27,8 +27,10 @@ WeightKey: TypeAlias = tuple[SourceKey, bool]
 #: operator that a weight may pass on its way to a product
 TRANSPOSE = "relax.permute_dims"
 
-#: operator whose rows choose a weight, and why a product stays in float whose results choose
+#: operator whose rows choose a weight; those that read choices, and the place of these operands
 EXPERTS = "relax.qnn.expert_dense"
+CHOICES = {EXPERTS: 1, "relax.qnn.grouped_expert_dense": 2}
+#: why a product stays in float whose results choose
 CHOOSES = "its results choose experts, and rounded ones would choose others"
 #: Modes of take that `qnn.grouped_take` supports. "fast" reads memory outside of the table at a
 #: wrong index. As in `quantize`, it then counts from the end, which is what frontends mean.
@@ -159,7 +161,7 @@ def find_in_function(
 ) -> Iterator[WeightUse]:
     """Find the weights of one function."""
     values: dict[relax.Var, relax.Expr] = {}
-    choosing = find_choosing(func)
+    choosing = find_choosing(func, find_source)
     for binding in iterate_bindings(func):
         value = binding.value
         values[binding.var] = value
@@ -201,11 +203,18 @@ def find_in_function(
                     )  # fmt: skip
 
 
-def find_choosing(func: relax.Function) -> set[relax.Var]:
+def find_choosing(func: relax.Function, find_source: FindSource) -> set[relax.Var]:
     """Find the products whose results choose the experts of rows, behind any other operators."""
     values = {binding.var: binding.value for binding in iterate_bindings(func)}
-    calls = [value for value in values.values() if isinstance(value, Call)]
-    reached = [call.args[1] for call in calls if call_name(call) == EXPERTS]
+    reached: list[relax.Expr] = []
+    for call in values.values():
+        op = call_name(call) if isinstance(call, Call) else None
+        if op in CHOICES:
+            reached.append(call.args[CHOICES[op]])
+        elif op == "relax.take":
+            table = resolve(values, call.args[0], find_source)
+            if table is not None and table[0].is_stack:
+                reached.append(call.args[1])
     found: set[relax.Var] = set()
     seen: set[relax.Var] = set()
     while reached:

@@ -180,6 +180,9 @@ def test_experts__blocks_stay_and_compute_as_the_reference(tmp_path):
     rows = {row.name: row.dtype for row in rq.ledger(pair[0]).rows}
     assert rows["decode.layers.0.experts_gate"] == "int4"
     assert rows["decode.layers.0.experts_down"] == "int8"
+    small = rq.compress_weights(pair, bits=4)  # what is float in the file: not the router
+    kept = [row.name for row in rq.ledger(small).rows if not row.quantized]
+    assert {name.split(".")[1] for name in kept} == {"layers_0_router", "layers_1_router"}
     want = run_chunks(*pair, TOKENS, (17, 1))
     check_most_rows(want[0], compute_scores(draw_experts(), TOKENS[0]), 0.2)
     executor = rq.Executor(rq.compile(pair))
