@@ -13,6 +13,11 @@ from tvm.ir import Call
 from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.integer.convolution.free import FreeConv2d, build_free_conv2d
+from relayquant.codegen.kernels.integer.convolution.joined_pixels import (
+    count_joined_pixels,
+    join_constants,
+    join_pixels,
+)
 from relayquant.codegen.kernels.integer.convolution.pooled import PooledConv2d, plan_pooled
 from relayquant.codegen.kernels.integer.convolution.transposed import Conv2dTranspose
 from relayquant.codegen.kernels.integer.convolution.winograd import can_winograd
@@ -173,8 +178,13 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
         found = find_columns(context.block, chain.last, "relax.qnn.concatenate")
         concat, columns = found or (None, None)
         spec = replace(spec, columns=columns)
-    product = choose_product(spec, isa, schedule)
-    packed = product.pack(Constants(weight, chain.offsets, chain.multiplier))
+    constants = Constants(weight, chain.offsets, chain.multiplier)
+    count = 1 if schedule.transforms else count_joined_pixels(spec, isa)
+    whole = join_pixels(spec, count)
+    if count > 1:
+        schedule = context.choose_schedule(whole, isa, False)
+    product = choose_product(whole, isa, schedule)
+    packed = product.pack(join_constants(spec, count, constants))
     sizes = (batch, *spec.out_size, spec.result_channels)
     out_shape = sizes if len(linear.shape) == 4 else (batch, *sizes[2:])
     in_shape = linear.shape if joined is None else spec.stored_shape
