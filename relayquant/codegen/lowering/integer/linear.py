@@ -14,7 +14,10 @@ from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.integer.convolution.free import FreeConv2d, build_free_conv2d
 from relayquant.codegen.kernels.integer.convolution.joined_pixels import (
+    count_joined_blocks,
     count_joined_pixels,
+    join_block_constants,
+    join_blocks,
     join_constants,
     join_pixels,
 )
@@ -277,9 +280,14 @@ def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | 
         in_zero_point=linear.zero_point,
         epilogue=chain.epilogue,
     )
-    product = choose_product(spec, context.isa.for_weights(weight))
-    packed = product.pack(Constants(weight, chain.offsets, chain.multiplier))
-    build = partial(product.build, "qnn_conv2d_transpose")
+    isa, constants = (
+        context.isa.for_weights(weight),
+        Constants(weight, chain.offsets, chain.multiplier),
+    )
+    count = count_joined_blocks(spec, isa)
+    product = choose_product(join_blocks(spec, count), isa)
+    packed = product.pack(join_block_constants(spec, count, constants))
+    build = partial(product.build, "qnn_conv2d_transpose", spec.in_shape, spec.out_shape)
     return make_call(linear, linear.data, chain, packed, build)
 
 
