@@ -7,7 +7,7 @@ All objects are frozen. `with_` methods return new objects. annotate and all lat
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -27,6 +27,9 @@ from relayquant.config.qconfig import QConfig
 from relayquant.errors import ConfigError, format_count, suggest_name
 
 CodeT = TypeVar("CodeT")
+
+#: names of the built-in backends, which messages name
+BUILTIN_NAMES = ("x86", "x86-7bit", "arm", "generic", "accelerator")
 
 
 class ObservationType(enum.Enum):
@@ -189,6 +192,21 @@ class PatternConfig:
         return read_fields(PatternConfig, read, where)
 
 
+def list_specs(mapping: QConfigMapping) -> list[Any]:
+    """List what the lines of a mapping say, without the observers, which the effort chooses."""
+
+    def read(qconfig: object) -> object:
+        if not isinstance(qconfig, QConfig):
+            return qconfig
+        tensors = (qconfig.activation, qconfig.weight, qconfig.output, qconfig.bias)
+        return [None if tensor is None else tensor.spec for tensor in tensors]
+
+    return [
+        (rule.kind, rule.key, read(rule.qconfig), [(name, read(own)) for name, own in rule.rows])
+        for rule in mapping.rules
+    ]
+
+
 def name_check(check: Callable[..., Any]) -> str:
     """Return the name of a check in plain data."""
     return getattr(check, "__name__", type(check).__name__)
@@ -277,6 +295,48 @@ class BackendConfig:
         """Return the QConfig of a pattern's operators if the user gives no QConfigMapping."""
         rows = (row.default_qconfig for row in self.patterns if row.pattern.name == pattern)
         return next(rows, None) or self.default_qconfig
+
+    @check_arguments
+    def find_qconfig(self, pattern: str, dtype: str | None = None) -> QConfig:
+        """Return a static QConfig that a pattern's row runs: its default, or one of its dtypes.
+
+        Args:
+            pattern: The pattern by name.
+            dtype: dtype of computed operands; None takes any.
+
+        Raises:
+            ConfigError: The backend has no such pattern, or the pattern does not run this dtype.
+        """
+        for qconfig in self.list_qconfigs(pattern):
+            if dtype in (None, qconfig.data.spec.dtype):
+                return qconfig
+        row = self.find_pattern(pattern)
+        allowed = "; ".join(each.description for each in row.dtypes)
+        raise ConfigError(
+            f"Pattern {pattern!r} of backend {self.name!r} runs no static QConfig"
+            f"{'' if dtype is None else f' of {dtype}'}; allowed: {allowed}.",
+            code="RQ101",
+        )
+
+    def list_qconfigs(self, pattern: str) -> Iterator[QConfig]:
+        """List static QConfigs that the row of a pattern runs, its default first."""
+        row, default = self.find_pattern(pattern), self.find_default(pattern)
+        for qconfig in (default, *(each.make_qconfig(default) for each in row.dtypes)):
+            if qconfig is None or qconfig.activation is None or qconfig.is_dynamic:
+                continue
+            if row.find_conflict(self.adapt_qconfig(qconfig)) is None:
+                yield qconfig
+
+    @property
+    def code(self) -> str:
+        """Code for messages that gives the backend. The user's own is called `backend`."""
+        is_known = self.name in BUILTIN_NAMES
+        return f"relayquant.get_backend_config({self.name!r})" if is_known else "backend"
+
+    def name_mapping(self, mapping: QConfigMapping) -> str:
+        """Return code for messages that gives a mapping. The user's own is called `mapping`."""
+        is_default = list_specs(mapping) == list_specs(self.default_mapping)
+        return f"{self.code}.default_mapping" if is_default else "mapping"
 
     @property
     def activation_dtype(self) -> str:

@@ -12,7 +12,8 @@ from relayquant.base.arguments import check_fields
 from relayquant.base.plain_data import PlainSettings, read_fields
 from relayquant.base.qtypes import INTEGER_LIMITS, Granularity, QSpec, Role, Scheme
 from relayquant.config.accumulator import NATIVE, Accumulator
-from relayquant.config.qconfig import QConfig
+from relayquant.config.observers import MinMax
+from relayquant.config.qconfig import QConfig, TensorConfig
 from relayquant.errors import ConfigError, suggest_name
 
 
@@ -103,6 +104,24 @@ class DTypeWithConstraints(PlainSettings):
         if self.power_of_two and not spec.power_of_two:
             return f"{what} scales must be powers of two: QSpec(power_of_two=True)"
         return None
+
+    def make_spec(self, name: str) -> QSpec:
+        """Return a specification within all bounds: affine bytes, all else symmetric. A weight has
+        one scale for each channel where this is allowed.
+        """
+        is_affine = name in ("input", "output") and self.dtype in ("uint8", "int8")
+        scheme = Scheme.AFFINE if is_affine else Scheme.SYMMETRIC
+        granularity = Granularity.PER_CHANNEL if name == "weight" else Granularity.PER_TENSOR
+        return QSpec(
+            self.dtype,
+            scheme if scheme in self.schemes else self.schemes[0],
+            granularity if granularity in self.granularities else self.granularities[0],
+            quant_min=self.quant_min_lower_bound,
+            quant_max=self.quant_max_upper_bound,
+            power_of_two=self.power_of_two,
+            scale_min=self.scale_min_lower_bound,
+            scale_max=self.scale_max_upper_bound,
+        )
 
     def holds(self, spec: QSpec) -> bool:
         """Whether integers of this specification have `dtype`. int8 limited to -8..7 is the same as
@@ -248,6 +267,24 @@ class DTypeConfig(PlainSettings):
     def constraints(self, name: str) -> DTypeWithConstraints:
         """Return the constraints of "input", "output", "weight" or "bias"."""
         return getattr(self, name)
+
+    def make_qconfig(self, like: QConfig | None) -> QConfig | None:
+        """Return a QConfig of these dtypes, with what fits of another one. None if it would not be
+        static.
+        """
+        if self.is_dynamic or self.is_grouped:
+            return None
+        tensors = dict.fromkeys(("input", "weight", "output", "bias"))
+        if like is not None and not like.is_dynamic and not like.is_grouped:
+            tensors |= {"input": like.activation, "weight": like.weight, "bias": like.bias}
+            tensors["output"] = like.output or like.activation
+        for name, config in tensors.items():
+            allowed = self.constraints(name)
+            if config is None or allowed.find_conflict(config.spec, name) is not None:
+                tensors[name] = TensorConfig(allowed.make_spec(name), MinMax())
+        data, weight, output, bias = tensors.values()
+        has_bias = self.constraints("bias").dtype != "int32"
+        return QConfig(data, weight, None if output == data else output, bias if has_bias else None)
 
     def find_conflict(
         self, qconfig: QConfig, *, has_weight: bool = True, has_bias: bool = True

@@ -290,7 +290,7 @@ def prepare_model(
         canonical, plan = add_biases(canonical, plan, backend, mapping)
     graph = run("simulate", build_calibration_graph, canonical, plan, backend)
     check_stage(graph.mod, Stage.SIMULATED, with_integers=is_quantized)
-    check_planned(canonical, plan, graph.constants)
+    check_planned(canonical, plan, graph.constants, backend.name_mapping(mapping))
     made = PreparedModel(canonical, plan, graph, backend, inputs=inputs, outputs=outputs)
     return replace(made, effort=settings.level.value, mapping=mapping)
 

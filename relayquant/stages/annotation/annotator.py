@@ -27,7 +27,7 @@ from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.ir.ops import Kind
 from relayquant.ir.ops.shape import SELECTIONS
 from relayquant.ir.plan import OperatorPlan, Plan
-from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite import Graph, Skip
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.stages.annotation.match import OperatorMatch, Sites, match_operators
 from relayquant.stages.annotation.shared_qparams import NamedSets, build_groups
@@ -101,12 +101,11 @@ def make_plan(
             name = matched.root.name
             row = plan_integers(matched, found.operands[name], found.outputs.get(name))
         else:
-            skip = matched.skip
-            neighbours = describe_neighbours(graph, matched, integers, sums)
+            skip = matched.skip or explain_neighbours(graph, matched, integers, sums)
             row = replace(
                 describe_operator(matched),
-                reason=skip.reason if skip else neighbours,
-                advice=skip.advice if skip else "",
+                reason=skip.reason,
+                advice=skip.advice,
                 compute=matched.compute,
             )
         operators.append(row)
@@ -149,9 +148,9 @@ def describe_operator(matched: OperatorMatch) -> OperatorPlan:
     )
 
 
-def describe_neighbours(
+def explain_neighbours(
     graph: Graph, matched: OperatorMatch, integers: Set[relax.Var], sums: Set[relax.Var]
-) -> str:
+) -> Skip:
     """Say why an operator that could run on integers stays in float.
 
     Args:
@@ -159,10 +158,17 @@ def describe_neighbours(
         sums: See `find_moved_sums`.
     """
     if matched.root in sums:
-        return "it moves sums of products to float operators or outputs, and they stay exact"
-    if not integers.isdisjoint([*matched.inputs, *graph.users[matched.root]]):
-        return "it computes no products, and an operator next to it runs in float"
-    return "neither its input nor its result is quantized"
+        reason = "it moves sums of products to float operators or outputs, and they stay exact"
+        return Skip(reason, matched.remedy)
+    neighbours = [*matched.inputs, *graph.users[matched.root]]
+    floats = [v.name for v in neighbours if v not in integers and graph.call_of(v) is not None]
+    advice = f"relayquant.ledger(qmod).row({floats[0]!r}).reason is the cause" if floats else ""
+    if not floats and matched.root in graph.outputs and matched.inputs:
+        dtype = matched.result_spec.dtype
+        advice = f"output_dtypes={{{matched.root.name!r}: {dtype!r}}} makes the output integers"
+    if not integers.isdisjoint(neighbours):
+        return Skip("it computes no products, and an operator next to it runs in float", advice)
+    return Skip("neither its input nor its result is quantized", advice if floats else "")
 
 
 def check_mapping(graph: Graph, matches: Sequence[OperatorMatch], mapping: QConfigMapping) -> None:

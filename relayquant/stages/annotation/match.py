@@ -61,6 +61,7 @@ class OperatorMatch:
     row: PatternConfig | None = None  #: the backend row that matched
     compute: str = ""  #: narrow float dtype of the computation
     passed_over: tuple[PassedOver, ...] = ()  #: the user's rows that match but were not used
+    remedy: str = ""  #: code that gives it a QConfig that its row runs
 
     @cached_property
     def accumulator(self) -> Accumulator | None:
@@ -214,15 +215,16 @@ def choose_float(matched: OperatorMatch, backend: BackendConfig) -> OperatorMatc
     config = matched.rule.qconfig if matched.rule is not None else None
     if not isinstance(config, FloatConfig) or tensor_dtype(matched.root) != "float32":
         return matched
+    keep = f"mapping.set_module_name({matched.root.name!r}, None)"
     if matched.op in RECURRENT_OPERATORS:
-        skip = Skip("recurrent layers compute in float32", "choose a QConfig, or None for float32")
+        skip = Skip("recurrent layers compute in float32", keep)
         return replace(matched, skip=skip, support=Support.DTYPE_UNSUPPORTED)
     if config.dtype in backend.float_dtypes:
         reason = f"computed in {config.dtype} by the configuration ({matched.rule.description})"
         return replace(matched, skip=Skip(reason), support=Support.SERVED, compute=config.dtype)
     skip = Skip(
         f"backend {backend.name!r} does not compute in {config.dtype}",
-        "choose a backend whose float_dtypes have it, or None for float32",
+        f"{keep}; or pass a backend whose float_dtypes have it",
     )
     return replace(matched, skip=skip, support=Support.DTYPE_UNSUPPORTED)
 
@@ -313,7 +315,8 @@ class _Matching:
 
     def __init__(self, graph: Graph, backend: BackendConfig, mapping: QConfigMapping) -> None:
         self.graph, self.backend, self.mapping = graph, backend, mapping
-        self.sites = Sites.of(graph)
+        self.sites, self.code = Sites.of(graph), backend.name_mapping(mapping)
+        self.qconfigs: dict[str, str] = {}  # pattern -> code of a QConfig that its row runs
         self.operators: list[OperatorMatch] = []
         self.owners: dict[relax.Var, OperatorMatch] = {}
         self.takers: dict[relax.Var, tuple[QuantOp, Match]] = {}
@@ -345,7 +348,8 @@ class _Matching:
             if self.decline(row, match) is not None:
                 continue
             rule, qconfig = self.find_rule(match.vars, pattern.op, pattern.name)
-            skip, support = find_refusal(row, match, rule, qconfig, self.backend.name)
+            remedy = self.name_remedy(var, pattern)
+            skip, support = find_refusal(row, match, rule, qconfig, self.backend.name, remedy)
             nodes = self.sites.nodes(match.vars)
             self.add(
                 OperatorMatch(
@@ -360,9 +364,18 @@ class _Matching:
                     support,
                     rule,
                     row,
+                    remedy=remedy,
                 )
             )
             return
+
+    def name_remedy(self, var: relax.Var, pattern: QuantOp) -> str:
+        """Return code that gives an operator a QConfig that its row runs, or float if none is."""
+        if pattern.name not in self.qconfigs:
+            has_qconfig = next(self.backend.list_qconfigs(pattern.name), None) is not None
+            found = f"{self.backend.code}.find_qconfig({pattern.name!r})" if has_qconfig else "None"
+            self.qconfigs[pattern.name] = found
+        return f"{self.code}.set_module_name({var.name!r}, {self.qconfigs[pattern.name]})"
 
     def decline(self, row: PatternConfig, match: Match) -> Skip | None:
         """Return why a row is not used for a match; None if it is used."""
@@ -373,10 +386,11 @@ class _Matching:
         _, qconfig = self.find_rule(match.vars, pattern.op, pattern.name)
         if qconfig is None or not (qconfig.is_dynamic or qconfig.is_grouped):
             return None
+        remedy = self.name_remedy(match.root, pattern)
         return Skip(
             "the QConfig makes the result of the product float32 (parameters of the run time, or "
             "weights in groups), and the row adds a computed value to its integer sums",
-            "add a row for the product without the sum, or choose a static QConfig",
+            f"{remedy}; or add a row for the product without the sum",
         )
 
     def name_passed_over(self) -> list[OperatorMatch]:
@@ -481,14 +495,15 @@ def find_refusal(
     rule: MappingRule | None,
     qconfig: QConfig | None,
     backend: str,
+    remedy: str,
 ) -> tuple[Skip | None, Support]:
     """Return why an operator that matches a row of the backend stays in float, and the kind of
-    support. None if it does not stay in float.
+    support. None if it does not stay in float. `remedy` is code that gives it another QConfig.
     """
     pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
     if rule is None:
         reason = "no line of the QConfigMapping selects it"
-        return Skip(reason, "add set_global or set_object_type"), Support.NOT_ASKED
+        return Skip(reason, remedy), Support.NOT_ASKED
     if qconfig is None:
         reason = f"kept in float by {rule.origin or f'the configuration ({rule.description})'}"
         return Skip(reason), Support.NOT_ASKED
@@ -501,32 +516,32 @@ def find_refusal(
     if qconfig.is_dynamic and not is_anchor and rule.kind is Selector.GLOBAL:
         reason = "parameters of the run time are for operators with weights, it has none"
         return Skip(reason), Support.NOT_ASKED
-    skip = find_dtype_conflict(row, pattern, qconfig, backend)
+    skip = find_dtype_conflict(row, pattern, qconfig, backend, remedy)
     if skip is None and qconfig.is_grouped and pattern.realize_grouped is None:
         reason = f"pattern {pattern.name!r} has no callback for weights in groups"
-        skip = Skip(reason, "give its QuantOp a realize_grouped")
+        skip = Skip(reason, f"{remedy}; or give its QuantOp a realize_grouped")
     is_dynamic = qconfig.is_dynamic and not qconfig.is_grouped
     if skip is None and is_dynamic and pattern.realize_dynamic is None:
         reason = f"pattern {pattern.name!r} has no callback for parameters of the run time"
-        skip = Skip(reason, "give its QuantOp a realize_dynamic")
+        skip = Skip(reason, f"{remedy}; or give its QuantOp a realize_dynamic")
     if skip is None and is_dynamic and qconfig.data.spec.granularity is Granularity.PER_ROW:
-        skip = find_row_conflict(match)
+        skip = find_row_conflict(match, remedy)
     return skip, Support.SERVED if skip is None else Support.DTYPE_UNSUPPORTED
 
 
-def find_row_conflict(match: Match) -> Skip | None:
+def find_row_conflict(match: Match, remedy: str) -> Skip | None:
     """Return why rows of an operator's data cannot have separate parameters; None if they can."""
     if match.parts["data"].ty.shape is not None:
         return None
     return Skip(
         "the shape of its data is not known, whose rows are to have parameters of their own "
         "(Granularity.PER_ROW)",
-        "load the model with fixed shapes, or give it one set of parameters per tensor",
+        f"{remedy}; or load the model with fixed shapes",
     )
 
 
 def find_dtype_conflict(
-    row: PatternConfig, pattern: QuantOp, qconfig: QConfig, backend: str
+    row: PatternConfig, pattern: QuantOp, qconfig: QConfig, backend: str, remedy: str
 ) -> Skip | None:
     """Return why the backend cannot run the pattern with this QConfig; None if one of its
     DTypeConfigs fits.
@@ -534,10 +549,9 @@ def find_dtype_conflict(
     conflict = row.find_conflict(qconfig, **find_roles(pattern))
     if conflict is None:
         return None
-    allowed = "; ".join(dtypes.description for dtypes in row.dtypes) or "nothing"
     return Skip(
         f"backend {backend!r} cannot run {pattern.name} so: {conflict}",
-        f"choose a QConfig with {allowed}",
+        remedy,
     )
 
 

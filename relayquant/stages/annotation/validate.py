@@ -35,7 +35,7 @@ def review_plan(
         ConfigError: with `strict`, if there is one of these problems.
     """
     texts = [
-        describe_unsupported(plan, strict=strict),
+        describe_unsupported(plan, backend.name_mapping(mapping), strict=strict),
         describe_idle(mod, plan, mapping),
         "" if is_partial else describe_nothing(plan, mapping, backend),
     ]
@@ -48,22 +48,24 @@ def review_plan(
         warn_user(text, code="RQ104")
 
 
-def describe_unsupported(plan: Plan, *, strict: bool) -> str:
+def describe_unsupported(plan: Plan, mapping: str, *, strict: bool) -> str:
     """List the operators whose QConfig the backend does not support; "" if there are none.
 
     A warning names requests that had no effect: dtypes that the backend does not run, and operators
     that a line of the mapping selects by type or name. In strict mode every operator that has a
-    QConfig must be quantized. To keep an operator in float on purpose, map it to None.
+    QConfig must be quantized. To keep an operator in float on purpose, map it to None. `mapping` is
+    code for the mapping.
     """
     rows = [op for op in plan.operators if (op.is_left_in_float if strict else op.is_unsupported)]
     if not rows:
         return ""
     lines = "\n  ".join(map(describe_row, rows))
     if strict:
+        kept = "".join(f".set_module_name({op.name!r}, None)" for op in rows)
         return (
             f"{format_count(len(rows), 'operator')} cannot be quantized as the QConfigMapping "
             f"says:\n  {lines}\n"
-            "Set None for those that are meant to stay in float, or pass strict=False."
+            f"To keep them in float, pass qconfig_mapping={mapping}{kept}; or pass strict=False."
         )
     verb = "stays" if len(rows) == 1 else "stay"
     return (
@@ -105,20 +107,28 @@ def describe_nothing(plan: Plan, mapping: QConfigMapping, backend: BackendConfig
     rows = [op for op in plan.operators if op.support is not Support.NOT_ASKED or not op.rule]
     if not rows or any(op.quantized or op.compute for op in plan.operators):
         return ""
-    remedy = (
-        "QConfigMapping().set_global(QConfig(...)) quantizes every operator that no other line "
-        "selects, e.g. set_global(relayquant.get_backend_config('x86').default_qconfig)."
-    )
+    code = backend.code
+    found = (row.pattern.name for row in backend.patterns)
+    usable = next((name for name in found if any(backend.list_qconfigs(name))), "")
+    default = f"{code}.find_qconfig({usable!r})" if usable else "relayquant.QConfig(...)"
+    if backend.default_qconfig is not None:
+        default = f"{code}.default_qconfig"
+    if not mapping.rules and backend.default_mapping.rules:
+        return (
+            "Nothing is quantized: the QConfigMapping has no line. Pass "
+            f"qconfig_mapping={code}.default_mapping, or leave it out."
+        )
     if not mapping.rules:
         return (
-            f"Nothing is quantized: backend {backend.name!r} has no default_qconfig, and no "
-            f"QConfigMapping has a line. Give it BackendConfig(default_qconfig=QConfig(...)), or "
-            f"pass a qconfig_mapping: {remedy}"
+            f"Nothing is quantized: backend {backend.name!r} has no default_qconfig, and there is "
+            "no QConfigMapping. "
+            f"Pass backend=dataclasses.replace({code}, default_qconfig={default})."
         )
     if all(rule.qconfig is None and not rule.rows for rule in mapping.rules):
         return (
             "Nothing is quantized: the QConfigMapping says what stays in float, and no line says "
-            f"how the other operators are quantized. {remedy}"
+            "how the other operators are quantized. Pass "
+            f"qconfig_mapping=mapping.set_global({default})."
         )
     reasons = list(dict.fromkeys(describe_row(op) for op in rows))
     more = f"\n  and {len(reasons) - MOST_REASONS} more" if len(reasons) > MOST_REASONS else ""

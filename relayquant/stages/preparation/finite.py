@@ -208,7 +208,9 @@ def name_constants(
     return found
 
 
-def check_planned(mod: tvm.IRModule, plan: Plan, constants: Mapping[str, ConstantVariable]) -> None:
+def check_planned(
+    mod: tvm.IRModule, plan: Plan, constants: Mapping[str, ConstantVariable], mapping: str
+) -> None:
     """Check the constants of quantized operators after constant folding.
 
     A bias must be finite here, because its scale would be infinite too.
@@ -217,6 +219,7 @@ def check_planned(mod: tvm.IRModule, plan: Plan, constants: Mapping[str, Constan
         mod: The prepared module.
         plan: Which operators are quantized.
         constants: By "<operator>:weight" and "<operator>:bias".
+        mapping: Code for the mapping, for the message.
 
     Raises:
         ModelError: one holds NaN or infinity.
@@ -231,7 +234,6 @@ def check_planned(mod: tvm.IRModule, plan: Plan, constants: Mapping[str, Constan
             raise ModelError(
                 f"The {operand} of {name!r}{origin} holds {reason}, which cannot be quantized. "
                 "Check the file of the model; if this is meant, keep the operator in float: "
-                f"qconfig_mapping=QConfigMapping().set_global(relayquant.get_backend_config('x86').default_qconfig)"
-                f".set_module_name({name!r}, None), with your backend for X86.",
+                f"qconfig_mapping={mapping}.set_module_name({name!r}, None).",
                 code="RQ204",
             )

@@ -156,8 +156,8 @@ NO_DEFAULT = replace(X86, default_qconfig=None)
 @pytest.mark.parametrize(
     ("mapping", "backend", "message"),
     [
-        (None, NO_DEFAULT, "backend 'x86' has no default_qconfig, and no QConfigMapping"),
-        (rq.QConfigMapping(), X86, "no QConfigMapping has a line"),
+        (None, NO_DEFAULT, "backend 'x86' has no default_qconfig, and there is no QConfigMapping"),
+        (rq.QConfigMapping(), X86, "the QConfigMapping has no line"),
         (rq.QConfigMapping().set_object_type("matmul", None), X86, "no line says how the other"),
         (rq.QConfigMapping().set_object_type("reshape", CONFIG), X86, "of 4 operators none can be"),
     ],
@@ -190,7 +190,7 @@ def test_mapping__what_the_backend_cannot_run_is_marked():
     row = plan.operator("net.second")
     assert row.is_unsupported
     assert "activation dtype uint16 is asked for, the backend runs uint8" in row.reason
-    assert row.advice.startswith("choose a QConfig with uint8 x int8 -> uint8; ")
+    assert row.advice.endswith("get_backend_config('x86').find_qconfig('conv2d'))")
     assert not any(op.quantized for op in plan.operators)
 
 
