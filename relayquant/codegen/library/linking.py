@@ -43,6 +43,8 @@ GNU_NAMES = {
 OTHER_ENDINGS = {".tar": tar.tar, ".wasm": tvmjs.create_tvmjs_wasm}
 #: Bytes of an object file besides its data.
 OBJECT_HEADERS = 4096
+#: What TVM writes before the message of this machine's compiler.
+LINK_ERROR = "Compilation error:\n"
 #: Characters of a linker's message that an error quotes.
 MESSAGE_LENGTH = 400
 
@@ -200,25 +202,33 @@ def run_linker(words: Sequence[str], file_name: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         refuse_space(file_name, said := done.stderr or done.stdout)
-        said = " ".join(said.split())[-MESSAGE_LENGTH:]
-        raise ModelError(
-            f"{words[0]} did not link {file_name} (exit code {done.returncode}): {said}",
-            code="RQ503",
-        )
+        file_name = f"{file_name} (exit code {done.returncode})"
+        raise refuse_linking(words[0], file_name, said)
 
 
 @contextmanager
 def linking(file_name: str) -> Iterator[None]:
-    """Turn what TVM raises where this machine's compiler cannot write a library into an OSError.
+    """Turn what TVM raises where this machine's compiler does not link a library into our errors.
 
     Raises:
         OSError: there is no space for the file.
+        ModelError: it failed for another reason.
     """
     try:
         yield
     except RuntimeError as error:
-        refuse_space(file_name, str(error))
-        raise
+        refuse_space(file_name, said := str(error))
+        if not said.startswith(LINK_ERROR):
+            raise
+        # The command comes last, perhaps with hundreds of words.
+        said = said.removeprefix(LINK_ERROR).partition("\n\nCommand line:")[0]
+        raise refuse_linking("The compiler of this machine", file_name, said) from error
+
+
+def refuse_linking(linker: str, file_name: str, said: str) -> ModelError:
+    """Return the error of a linker that failed."""
+    words = " ".join(said.split())[-MESSAGE_LENGTH:]
+    return ModelError(f"{linker} did not link {file_name}: {words}", code="RQ503")
 
 
 def refuse_space(output: str, said: str) -> None:

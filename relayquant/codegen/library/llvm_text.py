@@ -1,11 +1,6 @@
-"""Text -> strings inside LLVM IR and its inline assembly."""
+"""Text -> strings inside LLVM IR."""
 
 from __future__ import annotations
-
-
-def quote(text: str) -> str:
-    """Escape `text` for a string in quotation marks of an assembler."""
-    return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
 def escape(text: str) -> str:

@@ -1,5 +1,5 @@
 ; Large constants of a library and the function that returns them. mmap_constants.py fills in the
-; braces and explains the reason. LLVM's assembler copies the file with the data.
+; braces and explains the reason. Another object file has the data.
 ;
 ; Expanded weights are described by taps in the data, a function, and zeroed memory of the library,
 ; which takes no room in the file. If several threads ask for the same weights at once, all of them
@@ -12,12 +12,6 @@
 
 target triple = "{triple}"
 
-module asm ".section .rodata.relayquant, \22a\22, %progbits"
-module asm ".balign {alignment}"
-module asm "relayquant_data:"
-module asm ".incbin \22{path}\22"
-module asm ".previous"
-
 ; data, device, device number, dimensions, type code, bits, lanes, shape, strides, offset
 %tensor = type {{ ptr, i32, i32, i32, i8, i8, i16, ptr, ptr, i64 }}
 ; tensor, context, deleter
@@ -26,7 +20,7 @@ module asm ".previous"
 ; taps, function that expands them, columns of taps; zeros for a constant that is stored as kernels read it
 %source = type {{ ptr, ptr, i64 }}
 
-@relayquant_data = external hidden constant i8
+@{data} = external hidden constant i8
 @memory = internal global [{bytes} x i8] zeroinitializer, align {alignment}
 @done = internal global [{count} x i8] zeroinitializer
 {shapes}

@@ -32,18 +32,13 @@ from tvm.target import Target
 
 from relayquant.base._tvm import build_bytecode
 from relayquant.base.runtime import ALIGNMENT, view_constant
-from relayquant.base.storage.files import (
-    TEMPORARY,
-    open_temporary_folder,
-    write_text,
-    write_whole,
-    writing,
-)
+from relayquant.base.storage.files import open_temporary_folder, write_text, write_whole
 from relayquant.codegen.kernels.expansion import Expanded
 from relayquant.codegen.kernels.isa.emitted import list_missing_instructions
 from relayquant.codegen.kernels.isa.select import describe_products
 from relayquant.codegen.kernels.isa.target import (
     ARCHITECTURES_64,
+    Architecture,
     find_architecture,
     read_cpu,
     read_triple,
@@ -52,7 +47,8 @@ from relayquant.codegen.kernels.isa.target import (
 from relayquant.codegen.library.description import describe_module, write_description
 from relayquant.codegen.library.expanded_weights import expand_weights, read_expansion
 from relayquant.codegen.library.linking import choose_linker, write_library, write_object
-from relayquant.codegen.library.llvm_text import escape, quote
+from relayquant.codegen.library.llvm_text import escape
+from relayquant.codegen.library.object_file import AARCH64, X86_64, writing_object
 from relayquant.errors import ConfigError
 from relayquant.ir.rewrite.function import list_functions, map_functions
 
@@ -61,6 +57,8 @@ from relayquant.ir.rewrite.function import list_functions, map_functions
 LEAST_BYTES = 256 * 1024
 #: Function of a library that returns its constants.
 PROVIDER = "relayquant_constant"
+#: Symbol of the constants' data.
+DATA = "relayquant_data"
 #: Source of a constant that is stored as kernels read it.
 NO_SOURCE = "%source zeroinitializer"
 
@@ -126,6 +124,7 @@ class MappedExecutable(relax.VMExecutable):
 
         Raises:
             FileError: the file cannot be written.
+            ModelError: its constants are more than a library for this architecture holds.
             MissingDependencyError: there is no linker for the target. The message says what to
                 install.
         """
@@ -160,7 +159,7 @@ class MappedExecutable(relax.VMExecutable):
             (kernels,) = libraries
             described = str(kernels["_get_target_string"]())
             sources = [*constants.values()]
-            addons.append(str(write_constants(sources, self.target, described, folder)))
+            addons += map(str, write_constants(sources, self.target, described, folder))
             lowered = call_provider(lowered, constants)
         return build_bytecode(expand_weights(lowered), self.target, libraries)
 
@@ -280,15 +279,18 @@ class ProviderCalls(relax.PyExprMutator):
 
 def write_constants(
     constants: Sequence[Large], target: Target, described: str, folder: Path
-) -> Path:
-    """Write an object file with the constants and their provider (`mapped.ll`).
+) -> list[Path]:
+    """Write object files with the constants and with their provider (`mapped.ll`), so that only a
+    linker is needed afterwards. `described`: the target as LLVM describes it.
 
-    LLVM writes it, as it writes the kernels, so only a linker is needed afterwards. `described`:
-    the target as LLVM describes it.
+    Raises:
+        FileError: there is no space for them.
+        ModelError: they are too large for a library.
     """
-    data, source = (folder / f"constants.{end}" for end in ("bin", "ll"))
+    data, source = folder / "data.o", folder / "constants.ll"
+    section = AARCH64 if find_architecture(target) is Architecture.AARCH64 else X86_64
     starts, end = [], 0
-    with writing(data, TEMPORARY), data.open("wb") as file:
+    with writing_object(data, section, DATA, ALIGNMENT) as file:
         for constant in constants:
             file.write(bytes(-end % ALIGNMENT))
             starts.append(end + -end % ALIGNMENT)
@@ -296,8 +298,8 @@ def write_constants(
             values = constant.taps if is_expanded else view_constant(constant.value)
             file.write(values.reshape(-1).view("uint8").data)
             end = starts[-1] + values.nbytes
-    write_text(source, format_source(constants, starts, target, described, data))
-    return write_object(source)
+    write_text(source, format_source(constants, starts, target, described))
+    return [data, write_object(source)]
 
 
 def format_source(
@@ -305,13 +307,12 @@ def format_source(
     starts: Sequence[int],
     target: Target,
     described: str,
-    data: Path,
 ) -> str:
     """Fill in `mapped.ll` for constants that begin at the offsets `starts` of a file."""
     text = importlib.resources.files(__package__).joinpath("mapped.ll").read_text("utf-8")
     shapes, tensors, sources, end = [], [], [], 0
     for i, (constant, start) in enumerate(zip(constants, starts, strict=True)):
-        values, source = f"ptr getelementptr (i8, ptr @relayquant_data, i64 {start})", NO_SOURCE
+        values, source = f"ptr getelementptr (i8, ptr @{DATA}, i64 {start})", NO_SOURCE
         if isinstance(constant, Expanded):
             source = f"%source {{ {values}, ptr @{constant.rule.name}, i64 {constant.columns} }}"
             values = f"ptr getelementptr (i8, ptr @memory, i64 {end})"
@@ -330,7 +331,7 @@ def format_source(
         triple=read_triple(target),
         target=escape(described),
         alignment=ALIGNMENT,
-        path=escape(quote(str(data))),
+        data=DATA,
         provider=PROVIDER,
         shapes="\n".join(shapes),
         count=len(tensors),
