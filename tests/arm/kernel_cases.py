@@ -13,6 +13,7 @@ from exact import (
     exact_fma,
     finish,
     random_multiplier,
+    random_multipliers,
     random_values,
     state_row_norm,
     store,
@@ -51,7 +52,7 @@ from relayquant.codegen.kernels.integer.elementwise import (
     build_quantize,
     build_requantize,
 )
-from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Slope, Store
 from relayquant.codegen.kernels.integer.lookup import TBL, Lookup, build_lookup
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_matmul
 from relayquant.codegen.kernels.integer.pool import (
@@ -84,6 +85,7 @@ class Case:
 SAME = (1, 1, 1, 1)
 OUT = Epilogue(dtype="int8", zero_point=-5)
 INT8 = {"in_dtype": "int8", "in_zero_point": -7, "epilogue": OUT}
+BENT = Epilogue(dtype="int8", zero_point=-5, slope=Slope(-90, None, 1.1, rounds=True))
 ADDED = Epilogue(dtype="int8", zero_point=-5, low=-5, residual=Residual("int8", 4, 0.37))
 
 CONVOLUTIONS = {
@@ -91,6 +93,14 @@ CONVOLUTIONS = {
     "3x3 of 17 to 33 channels, strides, residual": Conv2d(
         2, 5, 7, 17, 33, (3, 3), (2, 1), (0, 1, 2, 1), (2, 1), in_dtype="int8", in_zero_point=9,
         epilogue=ADDED,
+    ),
+    "3x3, slope": Conv2d(1, 5, 7, 16, 33, (3, 3), in_dtype="int8", epilogue=BENT),
+    "3x3, slope, residual": Conv2d(
+        1, 5, 7, 16, 20, (3, 3), in_dtype="int8",
+        epilogue=Epilogue(residual=Residual("int8", 4, 0.37), slope=Slope(None, 255, 0.8)),
+    ),
+    "depthwise, slope": Conv2d(
+        1, 9, 8, 19, 19, (3, 3), padding=SAME, groups=19, in_dtype="int8", epilogue=BENT
     ),
     "3x3 with threads": Conv2d(1, 20, 20, 32, 48, (3, 3), padding=SAME, **INT8),
     "3x3 with weights beyond a cache": Conv2d(1, 3, 4, 256, 160, (3, 3), padding=SAME, **INT8),
@@ -181,7 +191,7 @@ def make_convolution(spec: Conv2d, least: int = -128) -> Case:
     x = random_values(rng, spec.in_shape, spec.in_dtype)
     w = np.maximum(random_values(rng, spec.weight_shape, "int8"), np.int8(least))
     bias = rng.integers(-5000, 5000, spec.out_channels).astype("int32")
-    multiplier = random_multiplier(rng, w) if spec.epilogue.has_multiplier else None
+    multiplier = random_multipliers(rng, w, spec.epilogue)
     residual, added = None, []
     if spec.epilogue.residual is not None:
         residual = random_values(rng, spec.out_shape, spec.epilogue.residual.dtype)
