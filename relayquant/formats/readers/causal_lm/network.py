@@ -415,7 +415,9 @@ class FunctionBuilder:
         }
         hidden = self.gate(f"{name}.experts_", parts["gate"], parts["up"])
         found = self.multiply_by_chosen(f"{name}.experts_down", hidden, chosen, experts, {})
-        weighted = relax.op.multiply(found, self.emit(relax.op.expand_dims(shares, -1), "share"))
+        weighted = relax.op.multiply(
+            found, self.emit(relax.op.expand_dims(shares, -1), f"{name}.best.columns")
+        )
         mixed = self.emit(relax.op.sum(self.emit(weighted, f"{name}.weighted"), 2), f"{name}.mixed")
         if not experts.shared:
             return mixed
