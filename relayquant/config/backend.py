@@ -351,10 +351,10 @@ class BackendConfig:
 
     @property
     def default_mapping(self) -> QConfigMapping:
-        """The QConfigMapping of a user who gives none: the QConfig of each row, and
-        `default_qconfig` for all other rows. It has no line if there are none.
+        """What counts if a user passes no QConfigMapping: the QConfig of each row that has one,
+        and `default_qconfig` for all other rows. Without any, the mapping is empty.
 
-        Its lines are those of `set_global`: each line that a user adds wins over them.
+        It has one line, as of `set_global`. Any line that a user adds comes before it.
         """
         rows = ((row.pattern.name, row.default_qconfig) for row in self.patterns)
         own = tuple((name, qconfig) for name, qconfig in rows if qconfig is not None)

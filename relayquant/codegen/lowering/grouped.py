@@ -103,22 +103,18 @@ class GroupedBlock:
     is_float: bool
     rounding: RoundsToBf16
 
-    def pack(self, spec: GroupedDense, weight: list[Any]) -> tuple[relax.Expr, ...]:
+    def pack(
+        self, spec: GroupedDense | GroupedExperts, weight: list[Any]
+    ) -> tuple[relax.Expr, ...]:
         """Pack the constants of a weight for kernels, once for all readers."""
 
         def make() -> list[np.ndarray]:
-            return pack_grouped(spec, self.isa, *(expr.value.numpy() for expr in weight)).arrays
+            arrays = [expr.value.numpy() for expr in weight]
+            if isinstance(spec, GroupedExperts):
+                return pack_experts(spec, self.isa, *arrays).arrays
+            return pack_grouped(spec, self.isa, *arrays).arrays
 
         key = spec.weight, *(expr.value.data_ptr() for expr in weight)
-        return self.block.table.pack(key, make)
-
-    def pack_experts(self, spec: GroupedExperts, weight: list[Any]) -> tuple[relax.Expr, ...]:
-        """Pack the constants of all experts' weights, once for all readers."""
-
-        def make() -> list[np.ndarray]:
-            return pack_experts(spec, self.isa, *(expr.value.numpy() for expr in weight)).arrays
-
-        key = spec.dense.weight, spec.count, *(expr.value.data_ptr() for expr in weight)
         return self.block.table.pack(key, make)
 
 
@@ -172,7 +168,7 @@ def lower_experts(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
     spec = GroupedExperts(product, count, int(choices[-1]), tensor_dtype(chosen))
     kernel = Kernel("grouped_experts", spec, lambda: build_grouped_experts(spec, context.isa))
     rows = (data,) if product.is_float else (data, data_scale)
-    return Lowered((var,), kernel, (*rows, chosen, *context.pack_experts(spec, weight)))
+    return Lowered((var,), kernel, (*rows, chosen, *context.pack(spec, weight)))
 
 
 def read_product(

@@ -40,6 +40,7 @@ from relayquant.flow.compression.settings import (
 from relayquant.flow.compression.smoothing import smooth_weights
 from relayquant.flow.compression.sources import WeightSource, bind_params, open_params
 from relayquant.ir.dialect import qnn
+from relayquant.ir.dialect.qnn.grouped import GROUPED_FORMS
 from relayquant.ir.ledger import Ledger, LedgerRow, attach_ledger, find_ledger
 from relayquant.ir.ops.base import IntegerRows
 from relayquant.ir.ops.dynamic import (
@@ -52,12 +53,6 @@ from relayquant.ir.rewrite.bind import Model, split_model
 from relayquant.ir.rewrite.graph import call_name, constant_value, static_size, tensor_shape
 from relayquant.ir.rewrite.inline import list_dimensions
 
-#: operator that reads a weight -> the one with a grouped weight
-PATTERNS = {
-    "matmul": "grouped_dense",
-    "take": "grouped_take",
-    "expert_dense": "grouped_expert_dense",
-}
 #: number of operators that an error names
 SHOWN_REFUSALS = 3
 #: norms whose constants scale the elements of a row
@@ -393,7 +388,7 @@ def describe_use(
         return LedgerRow(name, use.op, False, "", use.source.dtype, use.reason, use.advice)
     weight = found.weights[use.key]
     form = weight.format
-    pattern = PATTERNS[use.op]
+    pattern = GROUPED_FORMS[use.op]
     rule = f"groups of {weight.group_size}, {form.scale_dtype} scales"
     return LedgerRow(
         name,

@@ -312,7 +312,7 @@ def run_bindings(
 
 
 def run_with(frame: Frame, use: WeightUse, call: Call, weight: np.ndarray) -> Any:
-    """Run the operator with `weight` instead of its own."""
+    """Run the operator, with other values of its weight."""
     values = weight.T if use.is_transposed else weight
     own = relax.Var("weight", relax.TensorType(values.shape, "float32"))
     inner = Frame(frame.mod, {**frame.values, own: values}, frame.symbols)

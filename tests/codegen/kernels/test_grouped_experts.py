@@ -11,6 +11,7 @@ from emulated_unit import EMULATED, REFUSED, WITH_TILES, find_target
 from machines import best_isa, compile_kernel, every_isa
 
 from relayquant.base.packing import count_groups, pack_codes
+from relayquant.codegen.kernels.emit import PARALLEL_THRESHOLD
 from relayquant.codegen.kernels.grouped.experts import build_grouped_experts
 from relayquant.codegen.kernels.grouped.plan import (
     GroupedDense,
@@ -96,6 +97,13 @@ def test_grouped_experts__as_numpy_in_every_form(case, is_shared):
 @pytest.mark.parametrize("is_shared", [True, False], ids=["one row", "rows"])
 def test_grouped_experts__known_rows_with_a_scale_for_each_group(is_shared, rows):
     check_case(best_isa(), CASES[0], is_shared=is_shared, group_scales=True, rows=rows)
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["one row", "rows"])
+def test_grouped_experts__threads_share_panels(is_shared):
+    """Weights so large that loops are parallel, of few rows and of many."""
+    assert PARALLEL_THRESHOLD <= 1536 * 1024
+    check_case(best_isa(), ((1, 5), 2, 3, 1536, 1024, 4, 32, False, ""), is_shared=is_shared)
 
 
 @pytest.mark.slow

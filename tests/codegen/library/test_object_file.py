@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -66,5 +67,7 @@ def test_writing_object__code_finds_what_lies_beyond_2_gib(tmp_path):
     objects = [str(source), str(tmp_path / "data.o")]
     subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), *objects], check=True)
     program = f"import ctypes; m = ctypes.CDLL({str(library)!r}); print(m.get(), m.get())"
-    done = subprocess.run(["python3", "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["7", "8"]

@@ -2,12 +2,12 @@
 
     y[t, s, n] = x[t, s] times row n of the weight of expert chosen[t, s]
 
-The arithmetic is that of `product`. The weights of the experts follow each other in memory.
+The arithmetic is that of `product`. Memory holds the weight of one expert after the other.
 
-If there are fewer rows than experts, most rows have one of their own. All rows are prepared, and
-threads share the panels of each. With more rows, a list of rows is made for each expert, and the
-experts are multiplied one after the other, each like a product of its rows. Rows are read from
-where they are, and results are written to where they belong.
+Few rows, not more than there are experts, rarely choose the same one. They are multiplied one by
+one, and threads share the panels of each. Many rows are sorted: each expert gets a list of the rows
+that chose it. Then experts take turns, and each is a product like any other, but for where it reads
+its rows and writes their results.
 """
 
 from __future__ import annotations
@@ -99,8 +99,7 @@ def emit_each_expert(
         first = T.bind(expert * plan.panels)
         chosen = ChosenRows(first, spec.slots_of_row, order, start)
         own = replace(arguments, rows=count, chosen=chosen)
-        is_many = count >= FEWEST_TILE_ROWS
-        on_tiles = may_use if may_use is False else T.And(is_many, may_use)
+        on_tiles = may_use is not False and T.And(count >= FEWEST_TILE_ROWS, may_use)
         with T.If(count > 0), T.Then():
             emit_rows(plan, own, on_tiles, threads)
 

@@ -129,6 +129,11 @@ class GroupedExperts:
     index_dtype: str
 
     @property
+    def weight(self) -> GroupedExperts:
+        """What the packed constants depend on, as `GroupedDense.weight`."""
+        return replace(self, dense=self.dense.weight, slots=0, index_dtype="")
+
+    @property
     def slots_of_row(self) -> int:
         """Rows of the result for each row of the data."""
         return self.slots if self.dense.leading[-1] == 1 else 1

@@ -295,23 +295,23 @@ def emit_results(
     spec, lanes = plan.spec, plan.dot.lanes
     width = min(lanes, spec.outputs)
     count = len(panels) // 2 if spec.is_gated else len(panels)
-
     results = [arguments.find_result(row) for row in members]
+    sources = [arguments.find_source(row) for row in members]
 
-    def finish(total: Buffer, row: Expr) -> Expr:
+    def finish(total: Buffer, place: int) -> Expr:
         value = load_vector(total, 0, lanes)
         if arguments.row_scale is not None:
-            value = value * broadcast(arguments.row_scale[arguments.find_source(row)], lanes)
+            value = value * broadcast(arguments.row_scale[sources[place]], lanes)
         return fence(value, lanes) if spec.is_gated else value
 
     for number, panel in enumerate(panels[:count]):
         channel = T.min(panel * lanes, spec.outputs - width)
-        for place, row in enumerate(members):
-            value = finish(totals[number][place], row)
+        for place, result in enumerate(results):
+            value = finish(totals[number][place], place)
             if spec.is_gated:
-                other = finish(totals[count + number][place], row)
+                other = finish(totals[count + number][place], place)
                 value = emit_silu(value, lanes) * other
-            at = results[place] * spec.outputs + channel
+            at = result * spec.outputs + channel
             store_vector(arguments.out, value, at, lanes, width)
 
 

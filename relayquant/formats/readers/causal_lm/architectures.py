@@ -347,18 +347,20 @@ def add_experts(
     return replace(config, layers=tuple(layers))
 
 
-def count_experts(fields: Fields, default: int) -> int:
-    """Read the number of experts. Versions of `transformers` differ in which name they write."""
-    return fields.integer("num_local_experts", "num_experts", default=default)
+def count_experts(fields: Fields) -> int:
+    """Read the number of experts. Versions of `transformers` write one name or the other. No row
+    has a default for the first name, so it counts only if the file has it.
+    """
+    return fields.integer("num_local_experts", "num_experts")
 
 
 def adjust_mixtral(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
-    count, chosen = count_experts(fields, 8), fields.integer("num_experts_per_tok")
+    count, chosen = count_experts(fields), fields.integer("num_experts_per_tok")
     return add_experts(config, ExpertConfig(count, chosen, config.hidden))
 
 
 def adjust_granite_moe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
-    count, chosen = count_experts(fields, 8), fields.integer("num_experts_per_tok")
+    count, chosen = count_experts(fields), fields.integer("num_experts_per_tok")
     shared = fields.integer("shared_intermediate_size", default=0)
     experts = ExpertConfig(count, chosen, config.hidden, shared=shared)
     return adjust_granite(fields, add_experts(config, experts))
@@ -367,7 +369,7 @@ def adjust_granite_moe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig
 def adjust_qwen_moe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
     """Experts in each layer whose number is a multiple of a step, but not in those of a list."""
     experts = ExpertConfig(
-        count_experts(fields, 60 if config.architecture == "qwen2_moe" else 128),
+        count_experts(fields),
         fields.integer("num_experts_per_tok"),
         fields.integer("moe_intermediate_size"),
         is_normalized=fields.flag("norm_topk_prob"),
@@ -395,7 +397,7 @@ def adjust_olmoe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
     if clip is not None:
         raise fields.refuse(("clip_qkv",), clip, "null. Clipped values are not supported")
     experts = ExpertConfig(
-        count_experts(fields, 64),
+        count_experts(fields),
         fields.integer("num_experts_per_tok"),
         config.hidden,
         is_normalized=fields.flag("norm_topk_prob"),
@@ -548,10 +550,9 @@ STARCODER2_SETTINGS = {
     **SHARED, "norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh",
     "tie_word_embeddings": True, "sliding_window": None,
 }  # fmt: skip
-COUNTS = {"num_experts": None, "num_local_experts": None}
 MIXTRAL_SETTINGS = {
     **SILU, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
-    **COUNTS, "num_experts_per_tok": 2,
+    "num_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
 QWEN_MOE = {
     **ALL_LAYERS, "use_sliding_window": False, "decoder_sparse_step": 1,
@@ -559,18 +560,19 @@ QWEN_MOE = {
 }  # fmt: skip
 QWEN2_MOE_SETTINGS = {
     **QWEN_MOE, "max_window_layers": 28, "layer_types": None, "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, **COUNTS, "qkv_bias": True,
+    "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60,
+    "qkv_bias": True,
 }  # fmt: skip
 QWEN3_MOE_SETTINGS = {
-    **QWEN_MOE, "moe_intermediate_size": 768, "num_experts_per_tok": 8, **COUNTS,
+    **QWEN_MOE, "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128,
     "attention_bias": False,
 }  # fmt: skip
 OLMOE_SETTINGS = {
     **SILU, "rms_norm_eps": 1e-5, "attention_bias": False, "clip_qkv": None,
-    "num_experts_per_tok": 8, **COUNTS, "norm_topk_prob": False,
+    "num_experts_per_tok": 8, "num_experts": 64, "norm_topk_prob": False,
 }  # fmt: skip
 GRANITE_MOE_SETTINGS = {
-    **SILU, "attention_bias": False, **COUNTS, "num_experts_per_tok": 2,
+    **SILU, "attention_bias": False, "num_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
 GPT2_SETTINGS = {
     **SHARED, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",

@@ -34,6 +34,7 @@ from relayquant.formats.readers.causal_lm.tensors import (
     join_tensors,
 )
 from relayquant.ir.dialect import qnn
+from relayquant.ir.dialect.qnn.grouped import GROUPED_FORMS
 from relayquant.ir.float_precision import BF16_ROWS_ATTR
 from relayquant.ir.ledger import Ledger, LedgerRow, attach_ledger
 from relayquant.ir.rewrite.function import define_function
@@ -47,12 +48,6 @@ ACTIVATIONS = {
     HiddenFunction.GELU: relax.op.nn.gelu,
     HiddenFunction.GELU_TANH: relax.op.nn.gelu_tanh,
     HiddenFunction.RELU: relax.op.nn.relu,
-}
-#: What reads a weight in float -> the operator for blocks.
-BLOCK_OPERATORS = {
-    "matmul": "grouped_dense",
-    "take": "grouped_take",
-    "expert_dense": "grouped_expert_dense",
 }
 #: Parts of a layer's experts: what stays in float because it chooses, and the weights of all.
 ROUTERS = ("router", "share")
@@ -554,7 +549,7 @@ class FunctionBuilder:
                 value,
                 op,
                 True,
-                BLOCK_OPERATORS[op],
+                GROUPED_FORMS[op],
                 f"int{form.bits}",
                 scheme="symmetric" if form.is_symmetric else "affine",
                 rule=f"blocks of the file, as groups of {weight.group_size}",

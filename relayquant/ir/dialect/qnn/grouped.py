@@ -37,6 +37,12 @@ from relayquant.ir.rewrite.graph import static_size
 
 __all__ = ["grouped_dense", "grouped_take", "quantize_rows"]
 
+#: What reads a float weight -> the operator that reads a grouped one.
+GROUPED_FORMS = {
+    "matmul": "grouped_dense",
+    "take": "grouped_take",
+    "expert_dense": "grouped_expert_dense",
+}
 #: Largest magnitude in the result of `quantize_rows`.
 ROW_LIMIT = 127
 

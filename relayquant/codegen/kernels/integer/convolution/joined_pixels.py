@@ -1,8 +1,9 @@
-"""Convolution with few output channels -> one whose channels are those of neighbouring pixels.
+"""Convolution with few output channels -> a convolution with neighbouring pixels joined to one.
 
     y[oy, P * i + p, o]  =  y'[oy, i, p * O + o],    w'[p * O + o, kh, p * s + kw]  =  w[o, kh, kw]
 
-A vector of sums has one output channel in each lane, so one output channel leaves most lanes empty.
+A pixel of P joined ones has the output channels of all of them. A vector of sums has one output
+channel in each lane, so a pixel with one channel leaves most lanes empty.
 The windows of P pixels overlap: they are as wide as kw + (P - 1) * s columns. Weights outside of a
 pixel's own window are 0. Results and residuals stay where they are, and so do all bits.
 
