@@ -137,7 +137,9 @@ def test_operators__each_is_written():
     # Weights of few bits in groups, and what reads them, are refused: there is no such operator.
     # So are recurrent layers, and attention over a cache. Transforms are written as products.
     others = ("grouped_dense", "grouped_take", "quantize_rows", "lstm", "gru", "rnn", "dft")
-    assert integer - set(EXPORTS) == ATTENTION_OPERATORS | {f"relax.qnn.{n}" for n in others}
+    experts = ("expert_dense", "grouped_expert_dense")
+    refused = {f"relax.qnn.{name}" for name in (*others, *experts)}
+    assert integer - set(EXPORTS) == ATTENTION_OPERATORS | refused
 
 
 def test_recurrent__says_what_to_do(tmp_path):

@@ -17,6 +17,7 @@ from tvm import relax
 
 from relayquant.config import GroupedForm, RecurrentForm
 from relayquant.errors import ModelError
+from relayquant.ir.dialect.qnn.grouped import GROUPED_FORMS
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.function import find_free_name
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
@@ -37,7 +38,7 @@ BITWISE = tuple(f"relax.bitwise_{name}" for name in ("and", "or", "xor", "not"))
 
 WIDE = ("int16", "uint16", "int4")
 #: Operators that need blocks, which DequantizeLinear supports since 21.
-GROUPED = ("relax.qnn.grouped_dense", "relax.qnn.grouped_take")
+GROUPED = tuple(f"relax.qnn.{name}" for name in GROUPED_FORMS.values())
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,8 @@
     grouped_dense(x, w)  ->  MatMul(x, DequantizeLinear(codes (K, N), block_size))
                              MatMulNBits(x, codes)
     grouped_take(i, w)   ->  Gather(DequantizeLinear(codes (N, K), block_size), i)
+    expert_dense(x, i, w)
+                         ->  MatMul(Gather(w (E, N, K), i), x), also with a grouped weight
 
 There is no operator for data quantized row by row. MatMulNBits gets accuracy_level=4, with which
 ONNX Runtime quantizes the data in blocks. Before a MatMul, each step is written out.
@@ -42,24 +44,32 @@ def write_grouped_dense(builder: OnnxBuilder, var: relax.Var, call: Call) -> str
     """Write MatMulNBits, or MatMul with dequantized blocks."""
     codes, scale, zero = read_weight(call, var.name, call.args[2:])
     bits, size = int(call.attrs.bits), int(call.attrs.group_size)
-    data, data_scale = call.args[:2]
-    is_row = data in builder.rows
-    source = builder.rows[data] if is_row else builder.tensor(data, var.name)
-    if not is_row and tensor_dtype(data) == "int8":
-        units = builder.step("Cast", [source], f"{var.name}.units", to=TensorProto.FLOAT)
-        factor = builder.tensor(data_scale, var.name)
-        source = builder.step("Mul", [units, factor], f"{var.name}.rows")
     is_power = size >= LEAST_BLOCK and size & (size - 1) == 0
-    is_split = is_row and (tensor_shape(data_scale) or ())[-1:] != (1,)
     if builder.grouped is GroupedForm.NBITS and is_power:
-        source = merge_groups(builder, source, data, var.name) if is_split else source
+        source = write_data(builder, call, var.name, keeps_rows=True)
+        is_row = call.args[0] in builder.rows
         return write_nbits(builder, var, (source, is_row), (codes, scale, zero), bits, size)
-    if is_row:
-        source = write_rows(builder, source, var.name)
-    if is_split:
-        source = merge_groups(builder, source, data, var.name)
+    source = write_data(builder, call, var.name)
     weight = dequantize(builder, (codes, scale, zero), bits, size, 0, var.name)
     return builder.emit("MatMul", [source, weight], var.name)
+
+
+def write_data(builder: OnnxBuilder, call: Call, name: str, *, keeps_rows: bool = False) -> str:
+    """Write the real data of a product, (..., K). `keeps_rows`: what `quantize_rows` read, and not
+    what it rounds it to.
+    """
+    data, data_scale = call.args[:2]
+    if data not in builder.rows:
+        source = builder.tensor(data, name)
+        if tensor_dtype(data) != "int8":
+            return source
+        units = builder.step("Cast", [source], f"{name}.units", to=TensorProto.FLOAT)
+        return builder.step("Mul", [units, builder.tensor(data_scale, name)], f"{name}.rows")
+    source = builder.rows[data]
+    if not keeps_rows:
+        source = write_rows(builder, source, name)
+    is_split = (tensor_shape(data_scale) or ())[-1:] != (1,)
+    return merge_groups(builder, source, data, name) if is_split else source
 
 
 def merge_groups(builder: OnnxBuilder, source: str, data: relax.Expr, name: str) -> str:
@@ -78,6 +88,41 @@ def write_grouped_take(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     table = dequantize(builder, weight, bits, size, 1, var.name)
     indices = builder.tensor(call.args[0], var.name)
     return builder.emit("Gather", [table, indices], var.name, axis=0)
+
+
+def write_expert_dense(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write MatMul with the gathered float weights of the experts."""
+    source, weight = (builder.tensor(call.args[i], var.name) for i in (0, 2))
+    return write_chosen(builder, var, call, source, weight, call.args[1])
+
+
+def write_grouped_expert_dense(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write MatMul with the gathered and dequantized weights of the experts."""
+    weight = read_weight(call, var.name, call.args[3:])
+    bits, size = int(call.attrs.bits), int(call.attrs.group_size)
+    table = dequantize(builder, weight, bits, size, 1, var.name)
+    source = write_data(builder, call, var.name)
+    return write_chosen(builder, var, call, source, table, call.args[2])
+
+
+def write_chosen(
+    builder: OnnxBuilder, var: relax.Var, call: Call, source: str, weight: str, chosen: relax.Expr
+) -> str:
+    """Write the product of rows (..., S or 1, K) with matrices of a weight (E * N, K):
+
+    Squeeze(MatMul(Gather(Reshape(weight, (E, N, K)), Mod(chosen, E)), Unsqueeze(source)))
+    """
+    name, experts = var.name, int(call.attrs.experts)
+    last = builder.constant(np.array([-1], "int64"), f"{name}.last")
+    count = builder.constant(np.array(experts, tensor_dtype(chosen)), f"{name}.experts")
+    sizes = np.array([experts, int(var.ty.shape[-1]), int(call.args[0].ty.shape[-1])], "int64")
+    shape = builder.constant(sizes, f"{name}.shape")
+    number = builder.step("Mod", [builder.tensor(chosen, name), count], f"{name}.number")
+    stack = builder.step("Reshape", [weight, shape], f"{name}.stack")
+    own = builder.step("Gather", [stack, number], f"{name}.own", axis=0)
+    column = builder.step("Unsqueeze", [source, last], f"{name}.column")
+    product = builder.step("MatMul", [own, column], f"{name}.product")
+    return builder.emit("Squeeze", [product, last], name)
 
 
 def read_weight(call: Call, name: str, args) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -16,7 +16,9 @@ from tvm.ir import Call
 from relayquant.errors import ModelError
 from relayquant.formats.writers.onnx.builder import Affine, OnnxBuilder, read_affine
 from relayquant.formats.writers.onnx.grouped import (
+    write_expert_dense,
     write_grouped_dense,
+    write_grouped_expert_dense,
     write_grouped_take,
     write_quantize_rows,
 )
@@ -280,4 +282,6 @@ QNN_WRITERS: dict[str, Writer] = {
     "relax.qnn.quantize_rows": write_quantize_rows,
     "relax.qnn.grouped_dense": write_grouped_dense,
     "relax.qnn.grouped_take": write_grouped_take,
+    "relax.qnn.expert_dense": write_expert_dense,
+    "relax.qnn.grouped_expert_dense": write_grouped_expert_dense,
 }
