@@ -5,7 +5,11 @@ bytes. Both readers expect that a file may be damaged.
 
 In JSON, a tensor is a text with four characters per three bytes. An archive (`storage.archive`)
 holds the same graph, deflated. There, the data of a large tensor is the number of an entry of the
-archive, and 4-bit weights take half a byte each.
+archive, and 4-bit weights take half a byte each. TVM writes and reads a graph with a small tensor,
+a placeholder, in each large constant. So weights are copied once, and never turned into text:
+
+    save: constants -> placeholders -> JSON -> numbers of entries; tensors -> entries
+    load: numbers of entries -> placeholders -> JSON -> constants <- tensors <- entries
 
 TVM's own reader checks types and trusts the rest of the text. Deep nesting or an object that holds
 itself ends the process, and the sizes of a tensor decide how much memory is allocated. So the text
@@ -17,22 +21,38 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import os
-import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tvm
+import tvm_ffi
+from numpy.typing import NDArray
 from tvm import relax
+from tvm.ir import GenericConst
 
 from relayquant.base import _tvm
 from relayquant.base.arguments import check_arguments
-from relayquant.base.storage.archive import Archive, read_archive, write_archive
+from relayquant.base.storage.archive import (
+    MAX_ENTRIES,
+    Archive,
+    read_archive,
+    write_archive,
+)
 from relayquant.base.storage.files import ARCHIVE_SUFFIX, decode_json, reading
+from relayquant.base.storage.tensor_bytes import (
+    check_tensor,
+    count_bytes,
+    encode_tensor,
+    is_plain,
+    pack_tensor,
+    read_head,
+    unpack_tensor,
+)
 from relayquant.errors import ModelError, format_count
 
 PathLike = str | os.PathLike[str]
@@ -45,14 +65,11 @@ ARCHIVE_HEAD = b"PK\x03\x04"
 GRAPH = "graph"
 #: Largest graph in bytes, without its tensors. No module has a larger one.
 MAX_GRAPH_BYTES = 1 << 30
-TENSOR = "ffi.Tensor"
-#: Smaller tensors stay in the graph, because an entry of an archive would take more bytes.
-SMALL_TENSOR = 1024
-#: Data that TVM writes before the sizes of a tensor: a magic number and a reserved field of 8 bytes
-#: each, the device, the rank, and the dtype. After the sizes comes the number of bytes.
-TENSOR_HEAD = struct.Struct("<QQiiiBBH")
-TENSOR_MAGIC = 0xDD5E40F096B4A13F
-MAX_RANK = 32
+TENSOR, CONSTANT = "ffi.Tensor", "ir.GenericConst"
+#: Smaller tensors, in bytes, stay in the graph: an entry of an archive would take more.
+SMALL_TENSOR = 700
+#: Shape of a placeholder, with more axes than weights have. Its element is the number of an entry.
+PLACEHOLDER = (1,) * 10
 
 #: Containers: their data is a list of references.
 CONTAINERS = ("ffi.Array", "ffi.List", "ffi.Map", "ffi.Dict")
@@ -61,7 +78,7 @@ INLINE = ("int", "float", "bool", "DataType", "Device")
 #: Types of fields that may hold nothing. In any other field nothing ends the process.
 NULLABLE = ("Any", "Optional", "ir.Attrs", "ir.Span")
 #: Fields that TVM declares as "Any", with the type that they must have.
-NARROWED = {("ir.GenericConst", "value"): "ffi.Tensor"}
+NARROWED = {(CONSTANT, "value"): TENSOR}
 
 
 def parse_module(text: str) -> tvm.IRModule:
@@ -90,7 +107,8 @@ def save_module(mod: tvm.IRModule, path: PathLike) -> Path:
         The path.
 
     Raises:
-        ModelError: the path has another ending.
+        ModelError: the path has another ending, or an attribute holds a tensor whose elements have
+            fewer than 8 bits, or lanes.
         FileError: the folder does not exist or cannot be written.
     """
     path = Path(path)
@@ -100,16 +118,94 @@ def save_module(mod: tvm.IRModule, path: PathLike) -> Path:
             f"is. Name it {path.with_suffix(ARCHIVE_SUFFIX).name}.",
             code="RQ101",
         )
-    document = json.loads(tvm.ir.save_json(mod))
-    arrays: dict[str, np.ndarray] = {}
+    small, tensors = take_tensors(mod)
+    numbers = {encode_tensor(make_placeholder(i)): i for i in range(len(tensors))}
+    document = json.loads(tvm.ir.save_json(small))
     for node in document["nodes"]:
-        if node["type"] == TENSOR and len(node["data"]) > SMALL_TENSOR:
-            arrays[str(len(arrays))] = np.frombuffer(base64.b64decode(node["data"]), "uint8")
-            node["data"] = len(arrays) - 1
+        if node["type"] == TENSOR:
+            node["data"] = numbers.get(node["data"], node["data"])
+            check_kept(node["data"])
     graph = json.dumps(document, separators=(",", ":")).encode()
-    arrays[GRAPH] = np.frombuffer(zlib.compress(graph), "uint8")
-    write_archive(path, KIND, Archive({"graph_bytes": len(graph)}, arrays))
+    entries = Entries(tensors, np.frombuffer(zlib.compress(graph), "uint8"))
+    write_archive(path, KIND, Archive({"graph_bytes": len(graph)}, entries))
     return path
+
+
+def check_kept(data: str | int) -> None:
+    """Raise ModelError if a tensor that stays in the graph cannot be read again."""
+    try:
+        if isinstance(data, str):
+            check_tensor(data)
+    except ValueError as error:
+        raise ModelError(
+            f"save_module: a tensor that is no constant (in an attribute) cannot be written: "
+            f"{error}. Leave it out.",
+            code="RQ101",
+        ) from None
+
+
+@dataclass(frozen=True, eq=False)
+class Entries(Mapping[str, NDArray[np.uint8]]):
+    """The entries of a module's archive. The bytes of a tensor are copied when they are read."""
+
+    tensors: Sequence[tvm.runtime.Tensor]
+    graph: NDArray[np.uint8]
+
+    def __getitem__(self, name: str) -> NDArray[np.uint8]:
+        return self.graph if name == GRAPH else pack_tensor(self.tensors[int(name)])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*map(str, range(len(self.tensors))), GRAPH))
+
+    def __len__(self) -> int:
+        return len(self.tensors) + 1
+
+
+def make_placeholder(index: int) -> tvm.runtime.Tensor:
+    """Return the tensor that stands for entry number `index`."""
+    return tvm.runtime.tensor(np.full(PLACEHOLDER, index, "uint64"))
+
+
+def is_placeholder(tensor: tvm.runtime.Tensor) -> bool:
+    """Whether a tensor looks like one that stands for an entry."""
+    return tuple(tensor.shape) == PLACEHOLDER and tensor.dtype == "uint64"
+
+
+def map_constants(
+    mod: tvm.IRModule, convert: Callable[[tvm.runtime.Tensor], tvm.runtime.Tensor]
+) -> tvm.IRModule:
+    """Return the module with other tensors in its constants, of the same types as before. Places
+    that share a constant share the new one.
+    """
+    known: dict[GenericConst, GenericConst] = {}
+
+    def visit(constant: GenericConst) -> GenericConst:
+        if constant not in known:
+            old = constant.value
+            new = convert(old) if isinstance(old, tvm.runtime.Tensor) else old
+            changed = GenericConst(new, constant.ty, constant.span)
+            known[constant] = constant if new is old else changed
+        return known[constant]
+
+    return tvm_ffi.structural_map(mod, (GenericConst, visit))
+
+
+def take_tensors(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[tvm.runtime.Tensor]]:
+    """Return the module with placeholders in its large constants, and their tensors."""
+    tensors: list[tvm.runtime.Tensor] = []
+    places: dict[Any, tvm.runtime.Tensor] = {}
+
+    def take(tensor: tvm.runtime.Tensor) -> tvm.runtime.Tensor:
+        is_entry = tensor.dtype.bits % 8 or count_bytes(tensor) > SMALL_TENSOR
+        if not ((is_plain(tensor) and is_entry) or is_placeholder(tensor)):
+            return tensor
+        key = (tensor.data_ptr(), tuple(tensor.shape), str(tensor.dtype))
+        if key not in places:
+            places[key] = make_placeholder(len(tensors))
+            tensors.append(tensor)
+        return places[key]
+
+    return map_constants(mod, take), tensors
 
 
 def read_module(path: Path) -> tvm.IRModule:
@@ -124,12 +220,40 @@ def read_module(path: Path) -> tvm.IRModule:
         with path.open("rb") as file:
             is_archive = file.read(len(ARCHIVE_HEAD)) == ARCHIVE_HEAD
         if is_archive:
-            return parse_module(unpack_graph(read_archive(path, KIND, WHAT, ModelError)))
+            return unpack_module(read_archive(path, KIND, WHAT, ModelError))
         return parse_module(path.read_text(encoding="utf-8"))
 
 
-def unpack_graph(archive: Archive) -> str:
-    """Restore the JSON text of an archive's graph. ValueError if it is damaged."""
+def unpack_module(archive: Archive) -> tvm.IRModule:
+    """Make the module of an archive. ValueError and others if it is damaged, see `parse_module`."""
+    document, arrays = unpack_graph(archive), dict(archive.arrays)
+    del archive  # the bytes of each tensor are freed as soon as it is made
+    nodes, made = list_nodes(document), {}
+    inline = find_shared_tensors(nodes)
+    for at, node in enumerate(nodes):
+        if node.get("type") == TENSOR and not isinstance(node.get("data"), str):
+            index = node["data"]
+            data = find_tensor(arrays, index)
+            read_head(data)
+            if at in inline:
+                node["data"] = base64.b64encode(data).decode()
+            else:
+                node["data"] = encode_tensor(make_placeholder(index))
+
+    def restore(tensor: tvm.runtime.Tensor) -> tvm.runtime.Tensor:
+        if not is_placeholder(tensor):
+            return tensor
+        index = int(tensor.numpy().item())
+        if index not in made:
+            made[index] = unpack_tensor(find_tensor(arrays, index))
+            del arrays[str(index)]
+        return made[index]
+
+    return map_constants(parse_module(json.dumps(document)), restore)
+
+
+def unpack_graph(archive: Archive) -> Any:
+    """Return the JSON of an archive's graph. ValueError if it is damaged."""
     size = archive.header.get("graph_bytes")
     if not is_index(size, MAX_GRAPH_BYTES):
         raise ValueError(f"its graph has {size!r} bytes; allowed: up to {MAX_GRAPH_BYTES}")
@@ -138,41 +262,28 @@ def unpack_graph(archive: Archive) -> str:
     text = reader.decompress(archive.arrays[GRAPH].tobytes(), int(str(size)) + 1)
     if len(text) != size or not reader.eof:
         raise ValueError(f"its graph is not what its header says: {format_count(size, 'byte')}")
-    document = decode_json(text, allow_nan=True)
-    for node in list_nodes(document):
-        if node.get("type") == TENSOR and not isinstance(node.get("data"), str):
-            node["data"] = base64.b64encode(find_tensor(archive.arrays, node["data"])).decode()
-    return json.dumps(document)
+    return decode_json(text, allow_nan=True)
 
 
-def find_tensor(arrays: Mapping[str, np.ndarray], index: Any) -> bytes:
+def find_shared_tensors(nodes: Sequence[Mapping[str, Any]]) -> set[Any]:
+    """Return the numbers of nodes that anything but a constant holds, and perhaps more: a number in
+    a field may be just a number.
+    """
+    found: set[Any] = set()
+    for node in nodes:
+        data = node.get("data")
+        if node.get("type") != CONSTANT and isinstance(data, list | dict):
+            values = data.values() if isinstance(data, dict) else data
+            found.update(value for value in values if isinstance(value, int))
+    return found
+
+
+def find_tensor(arrays: Mapping[str, np.ndarray], index: Any) -> NDArray[np.uint8]:
     """Return the bytes of tensor number `index`. ValueError if it is missing or damaged."""
-    found = arrays.get(str(index)) if is_index(index, len(arrays)) else None
+    found = arrays.get(str(index)) if is_index(index, MAX_ENTRIES) else None
     if found is None or found.dtype != np.uint8 or found.ndim != 1:
         raise ValueError(f"a tensor is entry {index!r}, which it does not have")
-    return found.tobytes()
-
-
-def check_tensor(text: Any) -> None:
-    """Raise ValueError unless a text is a tensor with as many bytes as its sizes say."""
-    if not isinstance(text, str):
-        raise ValueError("it is not a text")
-    data = base64.b64decode(text, validate=True)
-    if len(data) < TENSOR_HEAD.size:
-        raise ValueError(f"it has {format_count(len(data), 'byte')}")
-    magic, _, _, _, rank, _, bits, lanes = TENSOR_HEAD.unpack_from(data)
-    if magic != TENSOR_MAGIC or not 0 <= rank <= MAX_RANK:
-        raise ValueError("it does not begin as tensors do")
-    behind = TENSOR_HEAD.size + 8 * (rank + 1)
-    *sizes, claimed = struct.unpack_from(f"<{rank + 1}q", data, TENSOR_HEAD.size)
-    count = math.prod(max(size, 0) for size in sizes) * lanes
-    # Elements of fewer than 8 bits are packed, except that a 1-bit bool takes a byte.
-    fitting = {count * -(-bits // 8), -(-count * bits // 8)}
-    if min(sizes, default=0) < 0 or claimed not in fitting or len(data) != behind + claimed:
-        raise ValueError(
-            f"shape {tuple(sizes)} of {bits} bits needs {format_count(max(fitting), 'byte')}, it "
-            f"has {len(data) - behind}"
-        )
+    return found
 
 
 def list_nodes(document: Any) -> list[dict[str, Any]]:
