@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from relayquant.base.packing import (
     count_groups,
     middle_code,
     pack_codes,
+    read_levels,
     spread_groups,
     unpack_codes,
 )
@@ -36,13 +38,20 @@ CHUNK, CACHED = 1 << 22, 1 << 18
 class GroupFormat:
     """How grouped weights are stored: bits per code, group size, symmetry, and dtype of the scales.
 
-    With `group_size` None, each row is one group.
+    With `group_size` None, each row is one group. `levels` are the values of codes, 0..255 each, if
+    the codes are numbers of levels (see `base.packing`).
     """
 
     bits: int = 4
     group_size: int | None = 32
     is_symmetric: bool = True
     scale_dtype: str = "float32"
+    levels: tuple[int, ...] = ()
+
+    @property
+    def value_bits(self) -> int:
+        """Bits of the value of a code."""
+        return 8 if self.levels else self.bits
 
     @staticmethod
     def of(spec: QSpec) -> GroupFormat:
@@ -79,6 +88,17 @@ class GroupedWeight:
         return self.format.size(self.features)
 
     @property
+    def attributes(self) -> dict[str, Any]:
+        """Attributes of the operators that take the three arrays."""
+        form = self.format
+        return {
+            "bits": form.bits,
+            "group_size": self.group_size,
+            "features": self.features,
+            "levels": form.levels,
+        }
+
+    @property
     def nbytes(self) -> int:
         """Size of the three arrays in bytes."""
         return self.codes.nbytes + self.scale.nbytes + self.zero_point.nbytes
@@ -95,7 +115,8 @@ class GroupedWeight:
     def decode_rows(self, rows: slice, out: Array) -> None:
         """Dequantize some rows of codes into `out`."""
         spread = lambda values: spread_groups(values, self.group_size, self.features)  # noqa: E731
-        out[:] = unpack_codes(self.codes[rows], self.format.bits, self.features)
+        codes = unpack_codes(self.codes[rows], self.format.bits, self.features)
+        out[:] = read_levels(codes, self.format.levels)
         scale = spread(self.scale[rows].astype("float32"))
         if self.zero_point.dtype != np.uint8:
             out *= scale

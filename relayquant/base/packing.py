@@ -7,10 +7,14 @@ Each row begins at a byte boundary.
 
 A weight in *groups* has codes c (N, K). Each `group_size` neighbours of a row share one scale and
 one zero point z. The last group of a row may be smaller. real = scale * (c - z).
+
+Codes of 4 bits may be numbers of *levels*: 16 integers of 8 bits at any distances, as of float
+formats of 4 bits. Then c is levels[code], and z is 128.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +24,8 @@ Codes = NDArray[np.uint8]
 
 #: Supported bits per code.
 CODE_BITS = (2, 3, 4, 8)
+#: Bits of a code that is the number of a level.
+LEVEL_BITS = 4
 
 
 def count_bytes(length: int, bits: int) -> int:
@@ -35,6 +41,11 @@ def count_groups(length: int, group_size: int) -> int:
 def middle_code(bits: int) -> int:
     """Return the zero point of a symmetric format: the code of integer 0."""
     return 1 << (bits - 1)
+
+
+def read_levels(codes: Codes, levels: Sequence[int]) -> Codes:
+    """Return the values of codes: the codes, or the levels whose numbers they are."""
+    return np.array(levels, "uint8")[codes] if len(levels) else codes
 
 
 def pack_codes(codes: NDArray[Any], bits: int) -> Codes:

@@ -300,8 +300,7 @@ class Replacement(relax.PyExprMutator):
         if use.op == "take":
             if use.is_clipped:
                 data = self.builder_.emit(relax.op.clip(data, 0, len(weight.codes) - 1))
-            form = (weight.format.bits, weight.group_size, weight.features)
-            return qnn.grouped_take(data, *constants, *form)
+            return qnn.grouped_take(data, *constants, **weight.attributes)
         data = self.size_rows(data, weight.features, use.name)
         if use.smoothing is not None:
             data = self.smooth(data, use.smoothing)

@@ -180,13 +180,13 @@ def multiply_groups(
 
         (q - z) * s @ w  ->  grouped_dense(q, s, w) - s * z * (sums of the rows of w)
     """
-    form = (weight.format.bits, weight.group_size, weight.features)
+    form = weight.attributes
 
     def multiply(rows: relax.Expr, scale: relax.Expr | float) -> relax.Expr:
         if choice is None:
-            return qnn.grouped_dense(rows, scale, *parts, *form)
+            return qnn.grouped_dense(rows, scale, *parts, **form)
         own = (choice.chosen, *parts)
-        return qnn.grouped_expert_dense(rows, scale, *own, *form, choice.experts)
+        return qnn.grouped_expert_dense(rows, scale, *own, **form, experts=choice.experts)
 
     if not isinstance(data, IntegerRows):
         return multiply(data, 1.0)

@@ -40,7 +40,7 @@ def draw_weight(rng, spec):
     rows = spec.count * dense.units
     groups = (rows, count_groups(dense.features, dense.group_size))
     codes = rng.integers(0, 2**dense.bits, (rows, dense.features))
-    zeros = np.array(2 ** (dense.bits - 1), "uint8")
+    zeros = np.array(2 ** (dense.value_bits - 1), "uint8")
     if dense.has_zeros:
         zeros = rng.integers(0, 2**dense.bits, groups).astype("uint8")
     elif dense.has_offsets:
@@ -48,13 +48,14 @@ def draw_weight(rng, spec):
     return pack_codes(codes, dense.bits), rng.normal(size=groups).astype("float32"), zeros
 
 
-def check_case(isa, case, *, is_shared, group_scales=False, rows=None):
+def check_case(isa, case, *, is_shared, group_scales=False, rows=None, levels=()):
     """Any number of tokens; each chooses any experts, also several times the same."""
     tokens, slots, count, units, features, bits, size, is_float, zeros = case
     rng, own = np.random.default_rng(0), 1 if is_shared else slots
     dense = GroupedDense(
-        (rows, own), units, features, bits, size, is_float, zeros, "float32", group_scales
-    )
+        (rows, own), units, features, bits, size, is_float, zeros, "float32", group_scales,
+        levels=levels,
+    )  # fmt: skip
     spec = GroupedExperts(dense, count, slots, "int32")
     weight = draw_weight(rng, spec)
     kernel = compile_kernel(build_grouped_experts(spec, isa), find_target(isa))
@@ -72,7 +73,8 @@ def check_case(isa, case, *, is_shared, group_scales=False, rows=None):
         y = tvm.runtime.tensor(np.full((each, slots, units), 77, "float32"))
         kernel(*map(tvm.runtime.tensor, [*data, chosen, *constants]), y)
         step = 1.0 if is_float else data[1]
-        form = {"bits": bits, "group_size": size, "features": features, "experts": count}
+        form = {"bits": bits, "group_size": size, "features": features, "levels": levels}
+        form["experts"] = count
         expected = qnn.grouped_expert_dense(data[0], step, chosen, *weight, **form)
         if isa.has_fma and not is_float:
             np.testing.assert_array_equal(y.numpy(), expected)
@@ -91,6 +93,11 @@ def test_grouped_experts__as_numpy_on_every_instruction_set(isa):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[5]}x{case[6]}{case[8]}")
 def test_grouped_experts__as_numpy_in_every_form(case, is_shared):
     check_case(best_isa(), case, is_shared=is_shared)
+
+
+@pytest.mark.parametrize("isa", [best_isa(), EMULATED], ids=["vectors", "emulated tiles"])
+def test_grouped_experts__levels(isa):
+    check_case(isa, TILED, is_shared=False, levels=(*range(0, 256, 17),))
 
 
 @pytest.mark.parametrize("rows", [1, 30])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -56,23 +57,32 @@ CASES = [
 ]
 #: As CASES, on every instruction set.
 OFFSETS = ((1, 3, 50), 37, 84, 4, 32, False, "float32", "float32")
+#: Values of codes of 4 bits, in no order, with the bounds.
+LEVELS = (128, 255, 0, 7, 9, 130, 127, 80, 80, 200, 241, 1, 64, 65, 254, 32)
+#: As CASES, with levels: one zero point, float rows, zero points of groups, offsets.
+LEVEL_CASES = [
+    ((1, 3, 50), 37, 84, 4, 32, False, "", "float16"),
+    ((1, 5), 37, 84, 4, 16, True, "", "float32"),
+    ((1, 5), 20, 60, 4, 20, False, "uint8", "float32"),
+    ((1, 5), 20, 60, 4, 20, True, "float16", "float32"),
+]
 
 
 def draw_weight(rng, spec):
     groups = (spec.units, count_groups(spec.features, spec.group_size))
     codes = rng.integers(0, 2**spec.bits, (spec.units, spec.features))
-    zeros = np.array(2 ** (spec.bits - 1), "uint8")
+    zeros = np.array(2 ** (spec.value_bits - 1), "uint8")
     if spec.has_zeros:
-        zeros = rng.integers(0, 2**spec.bits, groups).astype("uint8")
+        zeros = rng.integers(0, 2**spec.value_bits, groups).astype("uint8")
     elif spec.has_offsets:
         zeros = rng.normal(size=groups).astype(spec.zeros_dtype)
     return pack_codes(codes, spec.bits), rng.normal(size=groups).astype(spec.scale_dtype), zeros
 
 
-def make_spec(case, rows=None, group_scales=False):
+def make_spec(case, rows=None, group_scales=False, levels=()):
     _, units, features, bits, group_size, is_float, zeros, dtype = case
     form = units, features, bits, group_size, is_float, zeros, dtype
-    return GroupedDense((rows,), *form, group_scales)
+    return GroupedDense((rows,), *form, group_scales, levels=levels)
 
 
 def list_constants(spec, isa, weight):
@@ -80,7 +90,8 @@ def list_constants(spec, isa, weight):
 
 
 def form_of(spec):
-    return {"bits": spec.bits, "group_size": spec.group_size, "features": spec.features}
+    form = {"bits": spec.bits, "group_size": spec.group_size, "features": spec.features}
+    return form | {"levels": spec.levels}
 
 
 def draw_rows(rng, rows, spec):
@@ -107,6 +118,43 @@ def test_grouped_dense__offsets_on_every_instruction_set(isa):
 @pytest.mark.parametrize("case", CASES[1:], ids=lambda case: f"{case[3]}x{case[4]}{case[6]}")
 def test_grouped_dense__as_numpy_in_every_form(case):
     check_case(best_isa(), case)
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("case", LEVEL_CASES, ids=lambda case: f"{case[4]}{case[6]}{case[5]}")
+@every_isa
+def test_grouped_dense__levels_on_every_instruction_set(isa, case):
+    check_case(isa, case, levels=LEVELS)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_plan__levels_are_in_memory_where_nothing_looks_them_up(bits):
+    isas = {8: ["sse2", "neon32"], 4: ["vnni512", "vnni256", "avx2", "sdot", "neon"]}[bits]
+    found = [isa for isa in (*ISAS, SDOT, NEON) if isa.name in isas]
+    assert found
+    for isa, is_float in product(found, (False, True)):
+        spec = make_spec((*LEVEL_CASES[0][:5], is_float, "", "float32"), levels=LEVELS)
+        assert plan_grouped(spec, isa).bits == bits
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("machine", "isa", "lookup", "dot"),
+    [("vnni512", VNNI512, "vpshufb", "vpdpbusd"), (None, SDOT, "tbl", "sdot")],
+    ids=["x86", "arm"],
+)
+def test_grouped_dense__a_level_takes_one_lookup(machine, isa, lookup, dot):
+    """For each dot product of one row."""
+    attrs = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mattr": ["+neon", "+dotprod"]}
+    target = target_of(REPRESENTATIVE[machine]) if machine else Target(attrs)
+    counts = []
+    for levels in ((), LEVELS):
+        spec = GroupedDense((1,), 64, 64, 4, 32, levels=levels)
+        module = tvm.IRModule({"dense": build_grouped_dense(spec, isa)})
+        text = tvm.compile(module, target=target).mod.inspect_source("asm")
+        counts.append([len(re.findall(rf"\t{name}\b", text)) for name in (lookup, dot)])
+    assert counts[0][0] == 0
+    assert counts[1][0] == counts[1][1] > 0
 
 
 @pytest.mark.slow
@@ -164,10 +212,10 @@ def test_plan__gates_need_tiles_with_a_panel_of_each_half():
     assert not plan_grouped(GroupedDense((None,), 64, *form), AMX.with_timing(ZEN5)).can_gate
 
 
-def check_case(isa, case, group_scales=False):
+def check_case(isa, case, group_scales=False, levels=()):
     """Integers and, where the target has fma, their float sums to the bit; any number of rows."""
     target, rng = find_target(isa), np.random.default_rng(0)
-    spec = make_spec(case, group_scales=group_scales)
+    spec = make_spec(case, group_scales=group_scales, levels=levels)
     weight = draw_weight(rng, spec)
     kernel = compile_kernel(build_grouped_dense(spec, isa), target)
     constants = list_constants(spec, isa, weight)
@@ -202,6 +250,15 @@ TILED_CASES = [
 def test_grouped_dense__as_numpy_on_tiles(isa, case):
     assert plan_grouped(make_spec(case), isa).unit is isa.unit
     check_case(isa, case)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
+@pytest.mark.parametrize("case", [TILED_CASES[0], TILED_CASES[-2]], ids=["zero point", "offsets"])
+def test_grouped_dense__levels_on_tiles(isa, case):
+    assert plan_grouped(make_spec(case, levels=LEVELS), isa).unit is isa.unit
+    check_case(isa, case, levels=LEVELS)
 
 
 @pytest.mark.slow
@@ -361,14 +418,28 @@ def test_grouped_dense__one_row_on_one_stream(case):
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_grouped_take__reads_what_products_read(bits):
-    isa, rng = best_isa(), np.random.default_rng(bits)
     zeros = {2: "uint8", 3: "float32", 4: "", 8: "float16"}[bits]
-    spec = GroupedDense((), 37, 84, bits, 32, False, zeros, "float32")
+    check_take(best_isa(), bits, zeros)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("zeros", ["", "uint8", "float16"])
+@every_isa
+def test_grouped_take__levels_on_every_instruction_set(isa, zeros):
+    check_take(isa, 4, zeros, LEVELS)
+
+
+def check_take(isa, bits, zeros, levels=()):
+    rng = np.random.default_rng(bits)
+    spec = GroupedDense((), 37, 84, bits, 32, False, zeros, "float32", levels=levels)
     weight, indices = draw_weight(rng, spec), np.array([[36, -1], [17, 37 + 33]], "int32")
     func = build_grouped_take(GroupedTake((2, None), "int32", spec), isa)
     arrays = [indices, *list_constants(spec, isa, weight)]
     found = call_kernel(func, runnable_target(isa), arrays, (2, 2, 84), "float32")
-    np.testing.assert_array_equal(found, qnn.grouped_take(indices, *weight, **form_of(spec)))
+    expected = qnn.grouped_take(indices, *weight, **form_of(spec))
+    if isa.has_fma or not spec.has_offsets:
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("width", [1, 5, 16, 100])

@@ -127,6 +127,25 @@ def test_gguf__blocks_stay_and_both_functions_share_them(tmp_path):
     assert rows["decode.layers.0.v"].dtype == "int8"
 
 
+@pytest.mark.slow
+def test_gguf__floats_of_four_bits(tmp_path):
+    """MXFP4, the kind of GPT-OSS, keeps 4 bits, also compiled."""
+    pytest.importorskip("gguf")
+    names = ("attn_q.", "attn_k.", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    file = write_gguf(tmp_path / "m.gguf", dict.fromkeys((*names, "token_embd"), "MXFP4"))
+    mod, params = rq.load(file.path, causal_lm=FLOAT)
+    row = next(row for row in rq.ledger(mod).rows if row.name == "decode.layers.0.qkv")
+    assert (row.dtype, row.rule) == ("int4", "blocks of the file, as groups of 32 with 16 levels")
+    found = run_chunks(mod, params, TOKENS, (17, 1))
+    check_scores(found[0], compute_scores(file.weights, TOKENS[0]), 3e-2)  # rows are rounded
+    executor = rq.Executor(rq.compile((mod, params)))
+    tokens, positions = TOKENS.astype("int32"), np.zeros(1, "int32")
+    picked = np.arange(17, dtype="int32")[None]
+    first = executor.run("prefill", [tokens[:, :17], positions, picked])[0]
+    second = executor.run("decode", [tokens[:, 17:], positions + 17])[0]
+    check_scores(np.concatenate([first, second], 1), found, 1e-3)
+
+
 def list_constants(func):
     """Addresses of the constants of a function, larger than a number."""
     found = set()
@@ -173,7 +192,7 @@ def test_experts__of_a_folder_and_a_gguf_file_are_those_of_numpy(tmp_path):
 @pytest.mark.slow
 def test_experts__blocks_stay_and_compute_as_the_reference(tmp_path):
     pytest.importorskip("gguf")
-    kinds = {"ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q4_1", "ffn_down_exps": "Q8_0"}
+    kinds = {"ffn_gate_exps": "MXFP4", "ffn_up_exps": "Q4_1", "ffn_down_exps": "Q8_0"}
     path = write_gguf(tmp_path / "m.gguf", kinds, has_experts=True).path
     pair = rq.load(path, causal_lm=FLOAT)
     assert not any("experts" in name for name in pair[1])
@@ -378,7 +397,7 @@ def test_gguf__metadata_that_is_wrong(tmp_path, metadata, message):
     assert "m.gguf" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["IQ2_S", "IQ4_NL", "TQ1_0", "MXFP4"])
+@pytest.mark.parametrize("kind", ["IQ2_S", "IQ3_XXS", "TQ1_0", "Q8_K"])
 def test_gguf__blocks_that_are_not_read(kind, tmp_path):
     """The first tensor with them is named, and what could be read instead."""
     gguf = pytest.importorskip("gguf")

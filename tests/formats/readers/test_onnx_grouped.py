@@ -549,6 +549,26 @@ def test_export__four_bits_take_half_a_byte(tmp_path):
         assert sizes["h.weight"] == count_bytes(48, 4) * 10
 
 
+@pytest.mark.parametrize("form", rq.config.GroupedForm)
+def test_export__levels_are_codes_of_eight_bits(tmp_path, form):
+    """ONNX has no levels."""
+    rng, levels = np.random.default_rng(0), (*range(0, 256, 17),)
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((2, 64), "float32"))
+    codes = rng.integers(0, 256, (5, 32)).astype("uint8")
+    parts = codes, rng.normal(size=(5, 2)).astype("float32"), np.array(128, "uint8")
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            constants = [relax.const(part) for part in parts]
+            call = qnn.grouped_dense(x, 1.0, *constants, 4, 32, 64, levels)
+            y = builder.emit_output(builder.emit(call, "product"))
+        builder.emit_func_output(y)
+    mod, data = builder.finalize(), rng.normal(size=(2, 64)).astype("float32")
+    path = rq.export_onnx(mod, tmp_path / "q.onnx", grouped=form)
+    (expected,) = rq.reference.run(mod, {"x": data})
+    np.testing.assert_allclose(run_file(path, data), expected, rtol=1e-4, atol=1e-3)
+
+
 def test_export__offsets_of_groups_are_refused_by_name(tmp_path):
     """As blocks of GGUF with a minimum have them: ONNX has zero points only."""
     builder = relax.BlockBuilder()

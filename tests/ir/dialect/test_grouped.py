@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+import tvm
 from qnn_testing import make_module, run_module, type_of
 from tvm import relax
 
-from relayquant.base.packing import CODE_BITS, count_bytes, count_groups
+from relayquant.base.packing import CODE_BITS, count_bytes, count_groups, unpack_codes
 from relayquant.errors import QnnError
 from relayquant.ir.dialect import qnn
 from relayquant.ir.reference import run
@@ -24,6 +27,8 @@ def draw_weight(rng, rows, features, bits, group_size, zeros, dtype="float32"):
     return packed, scale, np.asarray(zeros, "uint8")
 
 
+#: Values of codes of 4 bits, in no order.
+LEVELS = (128, 255, 0, 7, 9, 130, 127, 80, 80, 200, 241, 1, 64, 65, 254, 32)
 #: By bits: zero points, one for all, offsets.
 ZEROS = {2: True, 3: True, 4: False, 8: "float32"}
 
@@ -49,6 +54,51 @@ def test_grouped_dense__loop_nest_is_as_numpy(bits, kind):
     module = make_module(call, [type_of(array) for array in arrays])
     (expected,) = run(module, arrays)
     np.testing.assert_allclose(run_module(module, arrays), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("zeros", [True, False, "float32"])
+def test_levels__loop_nests_are_as_numpy(zeros):
+    """And as a weight of 8 bits that has the levels."""
+    rng = np.random.default_rng(0)
+    packed, scale, zero = draw_weight(rng, 6, 21, 4, 8, zeros)
+    wide = np.array(LEVELS, "uint8")[unpack_codes(packed, 4, 21)]
+    parts, chosen = (scale, zero), np.array([[3, 0, -1]], "int64")
+    cases = [
+        (qnn.grouped_dense, (rng.normal(size=(1, 3, 21)).astype("float32"), np.float32(1)), {}),
+        (qnn.grouped_take, (chosen,), {}),
+        (
+            qnn.grouped_expert_dense,
+            (rng.normal(size=(1, 3, 21)).astype("float32"), np.float32(1), chosen),
+            {"experts": 3},
+        ),
+    ]
+    for make, data, attrs in cases:
+        found = []
+        for weight, form in ((packed, {"bits": 4, "levels": LEVELS}), (wide, {"bits": 8})):
+            arrays = [*map(np.asarray, data), weight, *parts]
+
+            def call(*args, make=make, form=form, attrs=attrs):
+                return make(*args, group_size=8, features=21, **form, **attrs)
+
+            module = make_module(call, [type_of(array) for array in arrays])
+            again = tvm.script.from_source(module.script(show_meta=True))
+            tvm.ir.assert_structural_equal(again, module)
+            found += [run(module, arrays)[0], run_module(module, arrays)]
+        np.testing.assert_array_equal(found[0], found[2])
+        np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-4)
+        np.testing.assert_array_equal(found[1], found[3])
+
+
+def test_attributes__of_a_module_written_before_there_were_levels():
+    arrays = [np.array([0]), *draw_weight(np.random.default_rng(0), 6, 21, 4, 8, True)]
+    module = make_module(
+        lambda *args: qnn.grouped_take(*args, 4, 8, 21), [type_of(array) for array in arrays]
+    )
+    document = json.loads(tvm.ir.save_json(module))
+    for node in document["nodes"]:
+        if node["type"] == "relayquant.attrs.QGroupedAttrs":
+            del node["data"]["levels"]
+    tvm.ir.assert_structural_equal(tvm.ir.load_json(json.dumps(document)), module)
 
 
 @pytest.mark.parametrize("bits", CODE_BITS)
@@ -92,6 +142,11 @@ BAD = {
         "form": (4, 8, 16),
     },
     "group_size=0, features=16; allowed": {"form": (4, 0, 16)},
+    r"bits=4, levels=\[1, 2\]; allowed: .*one integer of 0..255 for each code, 16 levels": {
+        "form": (4, 8, 16, (1, 2))
+    },
+    "bits=2, levels=.*; allowed: no levels": {"form": (2, 8, 32, LEVELS)},
+    "levels=.*256.*; allowed: no levels": {"form": (4, 8, 16, (*LEVELS[:15], 256))},
 }
 
 

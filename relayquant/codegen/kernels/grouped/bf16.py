@@ -45,7 +45,7 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
 )
 from relayquant.codegen.kernels.floating.silu import emit_silu
-from relayquant.codegen.kernels.grouped.dot import WORD, multiply_add
+from relayquant.codegen.kernels.grouped.dot import WORD, look_up_floats, multiply_add
 from relayquant.codegen.kernels.grouped.plan import (
     GroupedDense,
     GroupedPlan,
@@ -238,6 +238,12 @@ class TiledBf16:
                 words = T.bind(T.reinterpret(f"int32x{lanes}", loaded))
 
                 def value(bit: int, words: Expr = words, scales: dict = scales) -> Expr:
+                    if plan.spec.levels:
+                        zero = 0 if plan.spec.zeros_dtype else common_zero(plan.spec)
+                        levels = [level - zero for level in plan.spec.levels]
+                        code = look_up_floats(levels, words, bit)
+                        added = offset if plan.spec.zeros_dtype else constant("float32", 0, lanes)
+                        return multiply_add(True, code, scale, added, lanes)
                     if bit + plan.bits == 32:
                         shifted = T.shift_right(
                             T.reinterpret(f"uint32x{lanes}", words), constant("uint32", bit, lanes)

@@ -17,6 +17,7 @@ dot product of x86 multiplies unsigned by signed bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tvm.script.ir_builder import tirx as T
@@ -333,34 +334,76 @@ class FloatDot(LanesDot):
 
 @dataclass(frozen=True)
 class TableDot(FloatDot):
-    """The same with AVX512, for codes of 4 bits: a register has the values of all codes.
+    """The same with AVX512, for codes of 4 bits: a register has the values of all codes, which may
+    be levels.
 
     vpermps reads the low 4 bits of an int32 lane, so a code takes a shift and vpermps. Otherwise it
     would take a shift, a mask, a subtraction and a conversion.
 
     Attributes:
         zero: The zero point if it is the same for all groups, else None.
+        levels: The value of each code.
     """
 
     zero: int | None
+    levels: tuple[int, ...]
     reads_low_bits = True
 
     def spread_codes(self, words: Expr, zero: Expr | None) -> Expr:
         dtype = f"float32x{self.lanes}"
-        values = [T.float32(code - (self.zero or 0)) for code in range(self.lanes)]
-        table = T.Shuffle(values, [T.int32(i) for i in range(self.lanes)])
-        codes = [
-            T.call_llvm_pure_intrin(
-                "llvm.x86.avx512.permvar.sf.512",
-                table,
-                T.shift_right(words, constant("int32", 8 * place, self.lanes)),
-                dtype=dtype,
-            )
-            for place in range(WORD)
-        ]
+        values = [level - (self.zero or 0) for level in self.levels]
+        codes = [look_up_floats(values, words, 8 * place) for place in range(WORD)]
         return tuple(
             code if self.zero is not None else code - T.Cast(dtype, zero) for code in codes
         )
+
+
+def look_up_floats(values: Sequence[int], words: Expr, bit: int) -> Expr:
+    """Look up 16 values as float32, by the 4 bits of each int32 of 16 lanes from `bit` on (AVX512:
+    vpermps, which ignores the other bits).
+    """
+    lanes = TABLE_SIZE
+    table = T.Shuffle([T.float32(value) for value in values], [T.int32(i) for i in range(lanes)])
+    at = T.shift_right(words, constant("int32", bit, lanes)) if bit else words
+    name = "llvm.x86.avx512.permvar.sf.512"
+    return T.call_llvm_pure_intrin(name, table, at, dtype=f"float32x{lanes}")
+
+
+@dataclass(frozen=True)
+class LevelShuffle:
+    """Instruction that looks up `lanes` bytes at once, each in 16 bytes of a register."""
+
+    lanes: int
+    intrinsic: str
+
+    def look_up(self, codes: Expr, levels: Sequence[int], lanes: int) -> Expr:
+        """Return the levels, one byte each, of codes 0..15 in the bytes of an int32 vector."""
+        own = self.lanes // WORD
+        words = [int.from_bytes(bytes(levels[i : i + WORD]), "little") for i in range(0, 16, WORD)]
+        numbers = [T.reinterpret("int32", T.uint32(word)) for word in words] * (own // len(words))
+        table = T.Shuffle(numbers, [T.int32(i) for i in range(own)])
+        dtype = f"uint8x{self.lanes}"
+        found = [
+            T.call_llvm_pure_intrin(self.intrinsic, T.reinterpret(dtype, table), part, dtype=dtype)
+            for part in split(
+                T.reinterpret(f"uint8x{WORD * lanes}", codes), WORD * lanes, lanes // own
+            )
+        ]
+        return T.reinterpret(f"int32x{lanes}", join(found, WORD * lanes))
+
+
+PSHUFB_512 = LevelShuffle(64, "llvm.x86.avx512.pshuf.b.512")
+PSHUFB_256 = LevelShuffle(32, "llvm.x86.avx2.pshuf.b")
+TBL = LevelShuffle(16, "llvm.aarch64.neon.tbl1.v16i8")
+
+
+def choose_shuffle(isa: Isa) -> LevelShuffle | None:
+    """Choose how levels are looked up. None if no instruction does so."""
+    if isinstance(isa, SdotIsa) or (isinstance(isa, SmlalIsa) and isa.for_bytes is not None):
+        return TBL
+    if "avx512bw" in isa.features:
+        return PSHUFB_512
+    return PSHUFB_256 if "avx2" in isa.features else None
 
 
 def multiply_add(has_fma: bool, a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
@@ -371,10 +414,13 @@ def multiply_add(has_fma: bool, a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
     return T.call_llvm_pure_intrin(name, a, b, c, dtype=vector("float32", lanes))
 
 
-def choose_dot(isa: Isa, is_float: bool, bits: int, zero: int | None = None) -> GroupedDot:
-    """Choose the dot product for float32 or int8 rows and codes of `bits` bits.
+def choose_dot(
+    isa: Isa, is_float: bool, bits: int, zero: int | None = None, levels: tuple[int, ...] = ()
+) -> GroupedDot:
+    """Choose the dot product for float32 or int8 rows and codes whose values have `bits` bits.
 
-    `zero` is the zero point of all groups. None if each has its own.
+    `zero` is the zero point of all groups. None if each has its own. `levels` are the values of
+    codes of 4 bits, if these are not the codes.
     """
     if isinstance(isa, SmmlaIsa):
         isa = isa.single
@@ -382,8 +428,8 @@ def choose_dot(isa: Isa, is_float: bool, bits: int, zero: int | None = None) -> 
     # Arm reads a word of a row once for two of its short vectors.
     lanes = 2 * isa.lanes if is_arm else isa.lanes
     many = isa.registers > 16
-    if is_float and bits == 4 and isa.lanes == TABLE_SIZE:
-        return TableDot(lanes, 12, isa.has_fma, zero)
+    if is_float and (bits == 4 or levels) and isa.lanes == TABLE_SIZE:
+        return TableDot(lanes, 12, isa.has_fma, zero, levels or tuple(range(TABLE_SIZE)))
     if is_float:
         return FloatDot(lanes, 4 if is_arm or not many else 8, isa.has_fma)
     if isinstance(isa, SdotIsa):

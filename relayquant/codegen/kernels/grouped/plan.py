@@ -9,7 +9,9 @@ neighbour):
     scales, zeros      one per output and group, in separate arrays. Zeros are zero points or
                        offsets.
 
-Codes of 3 bits take 4 bits here. Groups are filled up to whole vectors with codes whose rows are 0.
+Codes of 3 bits take 4 bits here. Levels are looked up in a register. Where no instruction does so,
+memory has the levels, 8 bits each. Groups are filled up to whole vectors with codes whose rows are
+0.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 import numpy as np
 from tvm.script.ir_builder import tirx as T
 
-from relayquant.base.packing import count_groups, unpack_codes
+from relayquant.base.packing import count_groups, middle_code, read_levels, unpack_codes
 from relayquant.codegen.kernels.emit import (
     CACHE_LINE,
     ceil_div,
@@ -37,9 +39,11 @@ from relayquant.codegen.kernels.grouped.dot import (
     WORD,
     FloatDot,
     GroupedDot,
+    LevelShuffle,
     PartsDot,
     TableDot,
     choose_dot,
+    choose_shuffle,
 )
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit
@@ -86,6 +90,12 @@ class GroupedDense:
     scale_dtype: str = "float32"
     group_scales: bool = False
     is_gated: bool = False
+    levels: tuple[int, ...] = ()
+
+    @property
+    def value_bits(self) -> int:
+        """Bits of the value of a code: of a level, if `levels` are the values."""
+        return 8 if self.levels else self.bits
 
     @property
     def outputs(self) -> int:
@@ -110,7 +120,7 @@ class GroupedDense:
     @property
     def largest_sum(self) -> int:
         """Bound of the magnitude of a sum of integers."""
-        return self.group_size * 128 * ((1 << self.bits) - 1)
+        return self.group_size * 128 * ((1 << self.value_bits) - 1)
 
 
 @dataclass(frozen=True)
@@ -152,11 +162,18 @@ class GroupedPlan:
     dot: GroupedDot
     unit: MatrixUnit | None = None  #: for many rows, if there is one that takes these codes
     timing: GroupedTiming = COMMON.grouped  #: of the target's core
+    shuffle: LevelShuffle | None = None  #: looks levels up
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether memory has the codes, and not their levels."""
+        looks_up = isinstance(self.dot, TableDot) or self.shuffle is not None
+        return looks_up or not self.spec.levels
 
     @property
     def bits(self) -> int:
         """Bits of a code in memory."""
-        return code_bits(self.spec.bits)
+        return code_bits(self.spec.bits) if self.has_codes else self.spec.value_bits
 
     @property
     def each(self) -> int:
@@ -224,8 +241,14 @@ class GroupedPlan:
 
     @property
     def offset(self) -> int:
-        """Subtracted from the weight's codes to get the codes that the dot product reads."""
-        return 128 if self.bits == 8 and self.dot.is_signed else 0
+        """Subtracted from the values of codes to get what the dot product reads."""
+        return 128 if self.spec.value_bits == 8 and self.dot.is_signed else 0
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """What the dot product reads for each code, bytes. Empty if it reads what memory has."""
+        is_read = self.shuffle is not None and not isinstance(self.dot, TableDot)
+        return tuple(level ^ self.offset for level in self.spec.levels) if is_read else ()
 
     def block_vectors(self, height: int) -> int:
         """Count the vectors of codes that are processed without a loop, for `height` rows."""
@@ -294,11 +317,13 @@ class PackedGroups:
 
 def plan_grouped(spec: GroupedDense, isa: Isa) -> GroupedPlan:
     """Make the plan for generator and packer. The packed weights do not depend on the rows."""
-    bits = code_bits(spec.bits)
+    bits = code_bits(spec.value_bits)
     fits_int8 = bits < 8 or not spec.has_zeros  # codes minus zero points
     on_tiles = not spec.is_float and fits_int8 and spec.group_size >= LEAST_TILE_GROUP
-    dot = choose_dot(isa, spec.is_float, bits, None if spec.has_zeros else common_zero(spec))
-    return GroupedPlan(spec, dot, isa.unit if on_tiles else None, isa.timing.grouped)
+    zero = None if spec.has_zeros else common_zero(spec)
+    dot = choose_dot(isa, spec.is_float, bits, zero, spec.levels)
+    shuffle = choose_shuffle(isa) if spec.levels else None
+    return GroupedPlan(spec, dot, isa.unit if on_tiles else None, isa.timing.grouped, shuffle)
 
 
 def pack_experts(
@@ -331,6 +356,8 @@ def pack_grouped(
     for first in range(0, plan.panels, step):
         rows = plan.channels[first : first + step]
         codes = unpack_codes(weight[rows.reshape(-1)], spec.bits, spec.features)
+        if not plan.has_codes:
+            codes = read_levels(codes, spec.levels)
         if short:
             codes = np.pad(codes, [(0, 0), (0, short)])
         codes = codes.reshape(-1, groups, size)
@@ -344,7 +371,7 @@ def pack_grouped(
         for word in range(1, plan.each):
             joined |= words[..., word] << np.uint8(plan.bits * word)
         joined = joined.reshape(len(rows), groups, plan.vectors, -1)
-        packed[first : first + step] = joined ^ np.uint8(plan.offset)
+        packed[first : first + step] = joined ^ np.uint8(plan.offset if plan.bits == 8 else 0)
 
     def arrange(values: np.ndarray, dtype: str) -> np.ndarray:
         return np.ascontiguousarray(values[plan.channels].swapaxes(1, 2).reshape(-1), dtype)
@@ -446,7 +473,7 @@ def declare_grouped(plan: GroupedPlan, experts: GroupedExperts | None = None) ->
 
 def common_zero(spec: GroupedDense) -> int:
     """Return the zero point of all groups, if they have no separate zero points."""
-    return 0 if spec.has_offsets else 1 << (spec.bits - 1)
+    return 0 if spec.has_offsets else middle_code(spec.value_bits)
 
 
 def read_zero(plan: GroupedPlan, arguments: Arguments, at: Expr) -> Expr | None:
@@ -464,7 +491,7 @@ def read_zero(plan: GroupedPlan, arguments: Arguments, at: Expr) -> Expr | None:
 
 
 def take_word(plan: GroupedPlan, words: Expr, place: int) -> Expr:
-    """Extract the codes of one word, one byte each, as an int32 vector."""
+    """Extract the values of the codes of one word, one byte each, as an int32 vector."""
     if plan.bits == 8:
         return words
     lanes, mask = plan.dot.lanes, ((1 << plan.bits) - 1) * 0x01010101
@@ -472,4 +499,7 @@ def take_word(plan: GroupedPlan, words: Expr, place: int) -> Expr:
         words = plan.dot.shift_codes(words, plan.bits * place)
     if plan.dot.reads_low_bits:
         return words
-    return T.bitwise_and(words, constant("int32", mask, lanes))
+    codes = T.bitwise_and(words, constant("int32", mask, lanes))
+    if plan.shuffle is None:
+        return codes
+    return plan.shuffle.look_up(codes, plan.levels, lanes)

@@ -457,11 +457,12 @@ def build_grouped_take(spec: GroupedTake, isa: Isa) -> PrimFunc:
             def emit_group(group: Expr, length: int) -> None:
                 at = T.bind(panel * plan.groups + group)
                 step = T.bind(T.Cast("float32", scale[at * lanes + lane]))
-                zero, offset = T.int32(common_zero(dense) - plan.offset), None
+                shift = plan.offset if plan.bits == 8 else 0
+                zero, offset = T.int32(common_zero(dense) - shift), None
                 if zeros is not None:
                     own = zeros[at * lanes + lane]
                     if dense.has_zeros:
-                        zero = T.bind(T.Cast("int32", own) - plan.offset)
+                        zero = T.bind(T.Cast("int32", own) - shift)
                     else:
                         offset = T.bind(T.Cast("float32", own))
                 with T.serial(length) as place:
@@ -469,11 +470,13 @@ def build_grouped_take(spec: GroupedTake, isa: Isa) -> PrimFunc:
                     start = (at * plan.vectors + T.floordiv(word, plan.each)) * plan.vector_bytes
                     byte = codes[start + lane * WORD + T.floormod(place, WORD)]
                     value = T.Cast("int32", byte)
-                    if plan.offset:
+                    if shift:
                         value = T.Cast("int32", T.reinterpret("int8", byte))
                     if plan.each > 1:
-                        shift = T.Cast("int32", T.floormod(word, plan.each) * plan.bits)
-                        value = T.bitwise_and(T.shift_right(value, shift), (1 << plan.bits) - 1)
+                        bit = T.Cast("int32", T.floormod(word, plan.each) * plan.bits)
+                        value = T.bitwise_and(T.shift_right(value, bit), (1 << plan.bits) - 1)
+                    if dense.levels and plan.has_codes:
+                        value = select_level(T.bind(value), dense.levels)
                     real = T.Cast("float32", value - zero)
                     if offset is None:
                         real = real * step
@@ -490,3 +493,13 @@ def build_grouped_take(spec: GroupedTake, isa: Isa) -> PrimFunc:
                 emit_group(T.int64(plan.groups - 1), last)
 
     return build_kernel("grouped_take", body)
+
+
+def select_level(code: Expr, levels: Sequence[int]) -> Expr:
+    """Return the level of a code 0..15, int32, from two constants of 8 bytes each."""
+    low, high = (int.from_bytes(bytes(levels[i : i + 8]), "little") for i in (0, 8))
+    # As signed numbers: TIR has no larger constants. The mask drops the copies of the sign.
+    signed = [T.int64(half - (1 << 64 if half >> 63 else 0)) for half in (low, high)]
+    half = T.Select(code < 8, *signed)
+    bit = T.Cast("int64", T.bitwise_and(code, 7) * 8)
+    return T.Cast("int32", T.bitwise_and(T.shift_right(half, bit), T.int64(255)))

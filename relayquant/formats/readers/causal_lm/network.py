@@ -19,6 +19,7 @@ from tvm import relax, tirx
 
 from relayquant.base.grouping import GroupedWeight
 from relayquant.base.language import DECODE, PREFILL
+from relayquant.errors import format_count
 from relayquant.formats.readers.causal_lm.config import (
     CausalLMConfig,
     ExpertConfig,
@@ -456,8 +457,10 @@ class FunctionBuilder:
         size = self.network.grouped[name][0].group_size
         if size not in rows:
             rows[size] = self.quantize(x, size, name)
-        blocks = self.read_blocks(name, "expert_dense")
-        product = qnn.grouped_expert_dense(*rows[size], chosen, *blocks, experts.count)
+        constants, attributes = self.read_blocks(name, "expert_dense")
+        product = qnn.grouped_expert_dense(
+            *rows[size], chosen, *constants, **attributes, experts=experts.count
+        )
         return self.emit(product, name)
 
     def compute_scores(self, x: Expr) -> Expr:
@@ -519,7 +522,8 @@ class FunctionBuilder:
         size = self.network.grouped[name][0].group_size
         if size not in rows:
             rows[size] = self.quantize(x, size, name)
-        return qnn.grouped_dense(*rows[size], *self.read_blocks(name, "matmul"))
+        constants, attributes = self.read_blocks(name, "matmul")
+        return qnn.grouped_dense(*rows[size], *constants, **attributes)
 
     def quantize(self, x: Expr, size: int, name: str) -> tuple[Expr, Expr]:
         """Quantize rows to int8, with a scale for each group of `size` as the weight has them. A
@@ -538,12 +542,16 @@ class FunctionBuilder:
         if name not in self.network.grouped:
             table = self.weights[f"{name}.weight"]
             return self.emit(relax.op.take(table, indices, 0, mode="clip"), name)
-        return self.emit(qnn.grouped_take(indices, *self.read_blocks(name, "take")), name)
+        constants, attributes = self.read_blocks(name, "take")
+        return self.emit(qnn.grouped_take(indices, *constants, **attributes), name)
 
-    def read_blocks(self, name: str, op: str) -> tuple[Any, ...]:
-        """Return the last operands of an operator with grouped weights, and note it."""
+    def read_blocks(self, name: str, op: str) -> tuple[list[Expr], dict[str, Any]]:
+        """Return the last operands of an operator with grouped weights and its attributes, and note
+        it.
+        """
         weight, constants = self.network.grouped[name]
         form, value = weight.format, f"{self.name}.{name}"
+        levels = f" with {format_count(len(form.levels), 'level')}" if form.levels else ""
         self.network.ledger.append(
             LedgerRow(
                 value,
@@ -552,12 +560,12 @@ class FunctionBuilder:
                 GROUPED_FORMS[op],
                 f"int{form.bits}",
                 scheme="symmetric" if form.is_symmetric else "affine",
-                rule=f"blocks of the file, as groups of {weight.group_size}",
+                rule=f"blocks of the file, as groups of {weight.group_size}{levels}",
                 values=(value,),
                 is_dynamic=op != "take",
             )
         )
-        return (*constants, form.bits, weight.group_size, weight.features)
+        return constants, weight.attributes
 
 
 def number(value: float) -> Expr:

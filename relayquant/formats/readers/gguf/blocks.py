@@ -8,9 +8,12 @@ a block's bytes in memory is the order of the fields in these tables (d, m: floa
     Q4_1  d, m, codes            real = d * code + m           Q5_1 alike
     Q4_K  d, m, 8 x 6-bit s, t   real = d * s * code - m * t   Q5_K, Q2_K alike
     Q6_K  codes, 16 x int8 s, d  real = d * s * (code - 32)    Q3_K alike
+    IQ4_NL  d, codes             real = d * level[code]        IQ4_XS: scales d * s
+    MXFP4   e, codes             real = 2^(e - 127) * code as float of 4 bits (e2m1)
+    NVFP4   4 x s, codes         real = s as float of 8 bits (e4m3) * code as float of 4 bits
 
 Groups hold such blocks exactly: d * s and m * t have at most 24 bits. Codes of 5 and 6 bits take 8
-bits in a grouped weight.
+bits in a grouped weight. Floats of 4 bits are halves of integers up to 12, the levels.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ class BlockKind:
         has_offset: Whether a group has an offset.
         decode: (n, nbytes) -> codes uint8 (n, weights), scales and, if there are any, offsets (n,
             weights / group_size).
+        levels: The values of codes + 128, if the codes are numbers of levels.
     """
 
     name: str
@@ -52,6 +56,7 @@ class BlockKind:
     scale_dtype: str
     has_offset: bool
     decode: Callable[[Array], tuple[Array, ...]]
+    levels: tuple[int, ...] = ()
 
 
 def read_blocks(raw: Array, kind: int, shape: tuple[int, int]) -> GroupedWeight:
@@ -99,8 +104,11 @@ def read_blocks(raw: Array, kind: int, shape: tuple[int, int]) -> GroupedWeight:
     step = max(1, CHUNK // max(features, 1))
     for _ in map_on_threads(decode_rows, range(0, rows, step)):
         pass
-    zero_point = parts[1] if form.has_offset else np.array(middle_code(form.bits), "uint8")
-    own_form = GroupFormat(form.bits, form.group_size, not form.has_offset, form.scale_dtype)
+    own_form = GroupFormat(
+        form.bits, form.group_size, not form.has_offset, form.scale_dtype, form.levels
+    )
+    middle = np.array(middle_code(own_form.value_bits), "uint8")
+    zero_point = parts[1] if form.has_offset else middle
     return GroupedWeight(codes, parts[0], zero_point, features, own_form)
 
 
@@ -194,6 +202,35 @@ def decode_q6_k(blocks: Array) -> tuple[Array, ...]:
     return codes + np.uint8(128 - 32), d.astype("float32") * scales.view("int8")
 
 
+def decode_iq4_xs(blocks: Array) -> tuple[Array, ...]:
+    d, high, low, codes = split_fields(blocks, 2, 2, 4)
+    bits = high.view("<u2") >> np.arange(0, 16, 2, dtype="uint16") & 3
+    scale = split_bits(low, 1, 4) | bits.astype("uint8") << 4
+    return split_bits(codes, 16, 4), d.astype("float32") * (scale.astype("float32") - 32)
+
+
+def decode_mxfp4(blocks: Array) -> tuple[Array, ...]:
+    """The scale is a power of two (OCP Microscaling Formats 1.0, E8M0). Half of it: levels are
+    twice the values.
+    """
+    exponent, codes = split_fields(blocks, 1)
+    return split_bits(codes, 16, 4), np.ldexp(np.float32(1), exponent.astype("int32") - 128)
+
+
+def decode_nvfp4(blocks: Array) -> tuple[Array, ...]:
+    """Scales are positive floats of 8 bits (E4M3), and 0 for the code of NaN, as in llama.cpp."""
+    packed, codes = split_fields(blocks, 4)
+    exponent, fraction = packed >> 3 & 15, packed & 7
+    is_normal = exponent > 0
+    digits = (fraction + np.where(is_normal, 8, 0)).astype("float32")
+    scale = np.ldexp(digits, np.maximum(exponent, 1).astype("int32") - 11)
+    return split_bits(codes, 8, 4), np.where(packed == 0x7F, np.float32(0), scale)
+
+
+#: Levels of IQ4_NL, and twice the floats of 4 bits (e2m1), + 128.
+IQ4_LEVELS = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
+E2M1_LEVELS = (128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116)
+
 #: By type number (ggml_type).
 BLOCK_KINDS: Mapping[int, BlockKind] = {
     2: BlockKind("Q4_0", 32, 18, 4, 32, "float16", False, decode_q4_0),
@@ -206,4 +243,8 @@ BLOCK_KINDS: Mapping[int, BlockKind] = {
     12: BlockKind("Q4_K", 256, 144, 4, 32, "float32", True, decode_q4_k),
     13: BlockKind("Q5_K", 256, 176, 8, 32, "float32", True, decode_q5_k),
     14: BlockKind("Q6_K", 256, 210, 8, 16, "float32", False, decode_q6_k),
+    20: BlockKind("IQ4_NL", 32, 18, 4, 32, "float16", False, decode_q4_0, IQ4_LEVELS),
+    23: BlockKind("IQ4_XS", 256, 136, 4, 32, "float32", False, decode_iq4_xs, IQ4_LEVELS),
+    39: BlockKind("MXFP4", 32, 17, 4, 32, "float32", False, decode_mxfp4, E2M1_LEVELS),
+    40: BlockKind("NVFP4", 64, 36, 4, 16, "float32", False, decode_nvfp4, E2M1_LEVELS),
 }

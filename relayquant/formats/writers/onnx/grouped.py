@@ -18,7 +18,13 @@ from onnx import TensorProto, helper
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.base.packing import count_groups, middle_code, pack_codes, unpack_codes
+from relayquant.base.packing import (
+    count_groups,
+    middle_code,
+    pack_codes,
+    read_levels,
+    unpack_codes,
+)
 from relayquant.config import GroupedForm
 from relayquant.errors import ModelError
 from relayquant.formats.writers.onnx.builder import OnnxBuilder
@@ -43,7 +49,7 @@ def write_quantize_rows(builder: OnnxBuilder, var: relax.Var, call: Call) -> str
 def write_grouped_dense(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Write MatMulNBits, or MatMul with dequantized blocks."""
     codes, scale, zero = read_weight(call, var.name, call.args[2:])
-    bits, size = int(call.attrs.bits), int(call.attrs.group_size)
+    bits, size = read_form(call)
     is_power = size >= LEAST_BLOCK and size & (size - 1) == 0
     if builder.grouped is GroupedForm.NBITS and is_power:
         source = write_data(builder, call, var.name, keeps_rows=True)
@@ -84,8 +90,7 @@ def merge_groups(builder: OnnxBuilder, source: str, data: relax.Expr, name: str)
 def write_grouped_take(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Write Gather of dequantized rows."""
     weight = read_weight(call, var.name, call.args[1:])
-    bits, size = int(call.attrs.bits), int(call.attrs.group_size)
-    table = dequantize(builder, weight, bits, size, 1, var.name)
+    table = dequantize(builder, weight, *read_form(call), 1, var.name)
     indices = builder.tensor(call.args[0], var.name)
     return builder.emit("Gather", [table, indices], var.name, axis=0)
 
@@ -99,8 +104,7 @@ def write_expert_dense(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 def write_grouped_expert_dense(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Write MatMul with the gathered and dequantized weights of the experts."""
     weight = read_weight(call, var.name, call.args[3:])
-    bits, size = int(call.attrs.bits), int(call.attrs.group_size)
-    table = dequantize(builder, weight, bits, size, 1, var.name)
+    table = dequantize(builder, weight, *read_form(call), 1, var.name)
     source = write_data(builder, call, var.name)
     return write_chosen(builder, var, call, source, table, call.args[2])
 
@@ -125,6 +129,13 @@ def write_chosen(
     return builder.emit("Squeeze", [product, last], name)
 
 
+def read_form(call: Call) -> tuple[int, int]:
+    """Return the bits of the codes of `read_weight`, and the group size. ONNX has no levels: they
+    are codes of 8 bits.
+    """
+    return 8 if call.attrs.levels else int(call.attrs.bits), int(call.attrs.group_size)
+
+
 def read_weight(call: Call, name: str, args) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (codes uint8 (N, K), scales float32 and zero points uint8 (N, groups)).
 
@@ -142,6 +153,7 @@ def read_weight(call: Call, name: str, args) -> tuple[np.ndarray, np.ndarray, np
             code="RQ203",
         )
     codes = unpack_codes(packed, int(call.attrs.bits), int(call.attrs.features))
+    codes = read_levels(codes, [int(level) for level in call.attrs.levels])
     return codes, scale.astype("float32"), np.broadcast_to(zero, scale.shape)
 
 

@@ -11,12 +11,14 @@ A choice is taken modulo E, as in `take` with mode="wrap": nothing outside the w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm import relax, te, tirx
 from tvm.ir import Attrs, Call
 from tvm.relax import BlockBuilder
+from tvm_ffi import Array
+from tvm_ffi.dataclasses import field
 
 from relayquant.errors import QnnError, format_count
 from relayquant.ir.dialect.construct import Operand, Parameter, make_call
@@ -66,6 +68,7 @@ class QGroupedExpertAttrs(Attrs):
     group_size: int
     features: int
     experts: int
+    levels: Array = field(default_factory=lambda: Array([]))
 
 
 # ---------------------------------------------------------------- constructors
@@ -92,6 +95,7 @@ def grouped_expert_dense(
     group_size: int = 32,
     features: int = 0,
     experts: int = 1,
+    levels: Sequence[int] = (),
 ) -> Call:
     """Multiply each row by the grouped weight of its expert -> float32.
 
@@ -100,7 +104,8 @@ def grouped_expert_dense(
     `grouped_dense`. `experts` is E.
     """
     values = (data, data_scale, chosen, weight, weight_scale, weight_zero_point)
-    attrs = QGroupedExpertAttrs(int(bits), int(group_size), int(features), int(experts))
+    form = int(bits), int(group_size), int(features), int(experts)
+    attrs = QGroupedExpertAttrs(*form, Array(list(levels)))
     return make_call("grouped_expert_dense", GROUPED_EXPERT_OPERANDS, values, attrs)
 
 

@@ -7,6 +7,8 @@ A grouped weight is three operands (see `base.packing`):
   row;
 - zero points: uint8 (N, G), or () for all groups: real = scale * (code - zero point). Or offsets:
   float32 or float16 (N, G): real = scale * code + offset.
+
+With `levels`, a code of 4 bits stands for one of 16 integers, 0..255 each.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from typing import Any
 from tvm import relax, te, tirx
 from tvm.ir import Attrs, Call, TupleType
 from tvm.relax import BlockBuilder
+from tvm_ffi import Array
+from tvm_ffi.dataclasses import field
 
-from relayquant.base.packing import CODE_BITS, count_bytes, count_groups
+from relayquant.base.packing import CODE_BITS, LEVEL_BITS, count_bytes, count_groups
 from relayquant.errors import QnnError, format_count
 from relayquant.ir.dialect.construct import Operand, Parameter, make_call
 from relayquant.ir.dialect.loops import OPAQUE, make_loops, name_hint
@@ -59,6 +63,7 @@ class QGroupedAttrs(Attrs):
     bits: int
     group_size: int
     features: int
+    levels: Array = field(default_factory=lambda: Array([]))
 
 
 # ---------------------------------------------------------------- constructors
@@ -82,6 +87,7 @@ def grouped_dense(
     bits: int = 4,
     group_size: int = 32,
     features: int = 0,
+    levels: Sequence[int] = (),
 ) -> Call:
     """Multiply data (..., K) by a grouped weight of K = `features` columns -> float32 (..., N).
 
@@ -95,7 +101,7 @@ def grouped_dense(
     data as (..., G, group_size) makes such integers.
     """
     values = (data, data_scale, weight, weight_scale, weight_zero_point)
-    attrs = QGroupedAttrs(int(bits), int(group_size), int(features))
+    attrs = QGroupedAttrs(int(bits), int(group_size), int(features), Array(list(levels)))
     return make_call("grouped_dense", DENSE_OPERANDS, values, attrs)
 
 
@@ -107,6 +113,7 @@ def grouped_take(
     bits: int = 4,
     group_size: int = 32,
     features: int = 0,
+    levels: Sequence[int] = (),
 ) -> Call:
     """Gather rows of a grouped weight of K = `features` columns -> float32 (*indices.shape, K).
 
@@ -117,7 +124,7 @@ def grouped_take(
     Nothing outside the weight is read.
     """
     values = (indices, weight, weight_scale, weight_zero_point)
-    attrs = QGroupedAttrs(int(bits), int(group_size), int(features))
+    attrs = QGroupedAttrs(int(bits), int(group_size), int(features), Array(list(levels)))
     return make_call("grouped_take", TAKE_OPERANDS, values, attrs)
 
 
@@ -160,6 +167,7 @@ def check_grouped_weight(call: Call, operands: Sequence[CheckedOperand]) -> Any:
             "`features` is the number of columns before packing.",
             code="RQ601",
         )
+    check_levels(where, bits, [int(level) for level in call.attrs.levels])
     weight.check_dtype(("uint8",), "Pack its codes first: relayquant.base.packing.pack_codes.")
     scale.check_dtype(("float32", "float16"))
     zero_point.check_dtype(
@@ -188,6 +196,18 @@ def check_grouped_weight(call: Call, operands: Sequence[CheckedOperand]) -> Any:
                 + (", or ()" if each is zero_point and may_be_scalar else ""),
             )
     return rows
+
+
+def check_levels(where: str, bits: int, levels: Sequence[int]) -> None:
+    """Raise unless there are no levels, or one for each code of 4 bits."""
+    fits = len(levels) == 1 << LEVEL_BITS and bits == LEVEL_BITS
+    if levels and not (fits and all(0 <= level <= 255 for level in levels)):
+        raise QnnError(
+            f"{where}: bits={bits}, levels={list(levels)}; allowed: no levels, or with "
+            f"bits={LEVEL_BITS} one integer of 0..255 for each code, "
+            f"{format_count(1 << LEVEL_BITS, 'level')}.",
+            code="RQ601",
+        )
 
 
 def infer_grouped_dense(call: Call, _builder: Any) -> Any:
@@ -270,6 +290,21 @@ def legalize_quantize_rows(builder: BlockBuilder, call: Call) -> Any:
     return make_loops(builder, call, te_rows, call.args)
 
 
+def read_value(weight: te.Tensor, attrs: Any) -> Callable[[PrimExpr, PrimExpr], PrimExpr]:
+    """Return a function (row, column) -> value of the code, int32."""
+    read, levels = read_code(weight, int(attrs.bits)), [int(level) for level in attrs.levels]
+    if not levels:
+        return read
+
+    def find(row: PrimExpr, column: PrimExpr) -> PrimExpr:
+        code, value = read(row, column), tirx.const(levels[0], "int32")
+        for number, level in enumerate(levels[1:], 1):
+            value = tirx.Select(code == number, tirx.const(level, "int32"), value)
+        return value
+
+    return find
+
+
 def read_code(weight: te.Tensor, bits: int) -> Callable[[PrimExpr, PrimExpr], PrimExpr]:
     """Return a function (row, column) -> code, int32."""
     mask = tirx.const((1 << bits) - 1, "int32")
@@ -292,7 +327,7 @@ def subtract_zero_points(
     call: Call, weight: te.Tensor, zero_point: te.Tensor
 ) -> Callable[[PrimExpr, PrimExpr], PrimExpr]:
     """Return a function (row, column) -> code - zero point, int32. Offsets are not subtracted."""
-    size, read = int(call.attrs.group_size), read_code(weight, int(call.attrs.bits))
+    size, read = int(call.attrs.group_size), read_value(weight, call.attrs)
     if has_offsets(zero_point):
         return read
 

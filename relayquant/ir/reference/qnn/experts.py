@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ def grouped_expert_dense(
     group_size: int = 32,
     features: int = 0,
     experts: int = 1,
+    levels: Sequence[int] = (),
 ) -> Array:
     """Multiply each row by the grouped weight of its expert, as `grouped_dense` does.
 
@@ -54,7 +55,7 @@ def grouped_expert_dense(
         own = [each[expert * units : (expert + 1) * units] if each.ndim else each for each in parts]
         return grouped_dense(
             data[slots], step[slots] if step.ndim else step, *own,
-            bits=bits, group_size=group_size, features=features,
+            bits=bits, group_size=group_size, features=features, levels=levels,
         )  # fmt: skip
 
     return choose(data, chosen, experts, units, multiply)

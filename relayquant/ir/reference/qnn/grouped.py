@@ -5,11 +5,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from relayquant.base.packing import count_bytes, count_groups, spread_groups, unpack_codes
+from relayquant.base.packing import (
+    count_bytes,
+    count_groups,
+    read_levels,
+    spread_groups,
+    unpack_codes,
+)
 from relayquant.errors import QnnError, format_count
 from relayquant.ir.reference.fixed_point import fma_float32
 
@@ -37,7 +44,7 @@ def quantize_rows(data: Array) -> tuple[Array, Array]:
 
 
 def subtract_zero_points(
-    weight: Array, zero_point: Array, bits: int, group_size: int, k: int
+    weight: Array, zero_point: Array, bits: int, group_size: int, k: int, levels: Sequence[int]
 ) -> Array:
     """Subtract zero points from codes -> int16 (N, k). Offsets are left to the caller."""
     if weight.ndim != 2 or weight.shape[1] != count_bytes(k, bits):
@@ -46,7 +53,7 @@ def subtract_zero_points(
             f"{format_count(k, 'code')} of {bits} bits.",
             code="RQ601",
         )
-    codes = unpack_codes(weight, bits, k).astype("int16")
+    codes = read_levels(unpack_codes(weight, bits, k), levels).astype("int16")
     if read_offsets(zero_point) is not None:
         return codes
     zero_point = np.asarray(zero_point)
@@ -70,6 +77,7 @@ def grouped_dense(
     bits: int = 4,
     group_size: int = 32,
     features: int = 0,
+    levels: Sequence[int] = (),
 ) -> Array:
     """Multiply data (..., K) by a grouped weight -> float32 (..., N), with K = `features`.
 
@@ -81,7 +89,8 @@ def grouped_dense(
     """
     data, weight = np.asarray(data), np.asarray(weight)
     offsets = read_offsets(weight_zero_point)
-    values = subtract_zero_points(weight, weight_zero_point, bits, group_size, features)
+    form = bits, group_size, features, levels
+    values = subtract_zero_points(weight, weight_zero_point, *form)
     scales = np.asarray(weight_scale).astype("float32")
     is_float = data.dtype == np.float32
     # 8-bit products: float64 holds the sum of any group exactly.
@@ -120,6 +129,7 @@ def grouped_take(
     bits: int = 4,
     group_size: int = 32,
     features: int = 0,
+    levels: Sequence[int] = (),
 ) -> Array:
     """Gather rows of a grouped weight -> float32 (*indices.shape, K).
 
@@ -129,7 +139,8 @@ def grouped_take(
     rows = np.asarray(indices).reshape(-1) % len(weight)
     zero_point = np.asarray(weight_zero_point)
     zero_point = zero_point[rows] if zero_point.ndim else zero_point
-    values = subtract_zero_points(np.asarray(weight)[rows], zero_point, bits, group_size, features)
+    form = bits, group_size, features, levels
+    values = subtract_zero_points(np.asarray(weight)[rows], zero_point, *form)
     scales = spread_groups(np.asarray(weight_scale)[rows].astype("float32"), group_size, features)
     offsets = read_offsets(zero_point)
     if offsets is None:
