@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import tvm
 from tvm import relax
 from tvm.target import Target
@@ -147,7 +148,9 @@ def lower_cached_attention(context: AttentionBlock, var: relax.Var) -> Lowered |
         float(attrs.scale),
         int(attrs.window),
         float(attrs.soft_cap),
+        len(attrs.sinks) > 0,
     )
+    sinks = np.array([float(sink) for sink in attrs.sinks], "float32")
     shape = tensor_shape(query) or ()
     isa, bf16 = context.isa, context.bf16
     if spec.extents[1] == 1:
@@ -157,7 +160,8 @@ def lower_cached_attention(context: AttentionBlock, var: relax.Var) -> Lowered |
     else:
         kernel = Kernel("attention_blocks", spec, lambda: make_attention_blocks(spec, isa))
     operands = (keys, key_scale, values, value_scale) if dtype == "int8" else (keys, values)
-    return Lowered((var,), kernel, (query, *operands, positions))
+    numbers = (relax.const(sinks),) if spec.has_sinks else ()
+    return Lowered((var,), kernel, (query, *operands, positions, *numbers))
 
 
 def may_change(context: AttentionBlock, cache: relax.Expr) -> bool:

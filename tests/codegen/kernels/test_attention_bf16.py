@@ -9,7 +9,7 @@ import pytest
 import tvm
 from exact import call_kernel
 from machines import target_of
-from test_attention_kernels import draw, make_spec
+from test_attention_kernels import draw, draw_sinks, make_spec
 from test_bf16 import ISAS, find_target
 
 from relayquant.codegen.kernels.attention.bf16 import (
@@ -29,6 +29,7 @@ CASES = [
     ((1, 6, 1, 96, 480), [400], 77, {"window": 300}),
     ((3, 2, 1, 32, 9), [5, -1, 8], 3, {"window": 3}),
     ((1, 4, 1, 256, 33), [0], 33, {}),
+    ((2, 8, 2, 64, 450), [300, 2], 130, {"window": 200, "has_sinks": True}),
 ]
 
 
@@ -50,9 +51,12 @@ def attend(spec, query, caches, positions):
 
     is_seen = is_seen[:, None]
     scores = np.where(is_seen, multiply(query.astype("float64"), keys), -np.inf)
-    largest = scores.max(axis=-1, keepdims=True, initial=-1e300)
+    sinks = np.full(heads, -1e300) if not spec.has_sinks else draw_sinks(spec).astype("float64")
+    sinks = sinks[:, None, None]
+    largest = np.maximum(scores.max(axis=-1, keepdims=True, initial=-1e300), sinks)
     shares = np.exp(scores - largest)
-    shares /= np.maximum(shares.sum(axis=-1, keepdims=True), 1e-300)
+    total = shares.sum(axis=-1, keepdims=True) + (np.exp(sinks - largest) if spec.has_sinks else 0)
+    shares /= np.maximum(total, 1e-300)
     changes = np.expm1(2.0**-8 * multiply(np.abs(query), np.abs(keys))) + 3e-4
     results = shares @ values
     bound = shares * changes @ np.abs(values) + 2.0**-8 * (shares @ np.abs(values))
@@ -67,6 +71,7 @@ def run(make, spec, isa, positions, dtype):
         pytest.skip("this machine has no vectors of 16 floats")
     operands = caches if dtype == "int8" else caches[::2]
     inputs = [query, *operands, np.array(positions, "int32")]
+    inputs += [draw_sinks(spec)] if spec.has_sinks else []
     kernel = make(spec, choose_float_isa(target), isa)
     return call_kernel(kernel, target, inputs, query.shape, "float32"), query, caches
 

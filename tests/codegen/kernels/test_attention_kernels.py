@@ -37,8 +37,15 @@ def draw(spec, positions, seed=0):
     return query, caches
 
 
+def draw_sinks(spec):
+    """Some above all scores, some below."""
+    heads = spec.extents[2]
+    return np.linspace(-4, 4, heads).astype("float32") if spec.has_sinks else ()
+
+
 def expect(spec, query, caches, positions):
     attrs = {"scale": spec.scale, "window": spec.window, "soft_cap": spec.soft_cap}
+    attrs["sinks"] = draw_sinks(spec)
     return cached_attention(query, *caches, np.array(positions), **attrs)
 
 
@@ -47,6 +54,7 @@ def check(spec, positions, target, make=make_attention):
     expected = expect(spec, query, caches, positions)
     operands = caches if spec.dtype == "int8" else caches[::2]
     inputs = [query, *operands, np.array(positions, "int32")]
+    inputs += [draw_sinks(spec)] if spec.has_sinks else []
     kernel = make(spec, choose_float_isa(target))
     found = call_kernel(kernel, target, inputs, expected.shape, "float32")
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-6)
@@ -62,6 +70,8 @@ ROWS = [
     ((1, 14, 1, 256, 33), [31], {}),
     ((3, 2, 1, 20, 9), [5, -1, 8], {"window": 3, "soft_cap": 1.0}),
     ((1, 40, 1, 7, 5), [3], {}),
+    ((2, 8, 2, 64, 600), [520, 3], {"has_sinks": True}),
+    ((3, 2, 1, 20, 9), [5, -1, 8], {"window": 3, "has_sinks": True}),
 ]
 
 
@@ -95,6 +105,8 @@ BLOCKS = [
     ((2, 4, 2, 128, 90), [0, 3], 66, {"soft_cap": 3.0}),
     ((1, 4, 1, 256, 33), [0], 33, {}),
     ((3, 2, 1, 20, 9), [5, -1, 8], 3, {"window": 3, "soft_cap": 1.0}),
+    ((2, 8, 2, 64, 200), [70, 3], 90, {"has_sinks": True}),
+    ((3, 6, 2, 20, 9), [5, -1, 8], 3, {"window": 3, "has_sinks": True}),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from qnn_testing import make_module, run_module, type_of
@@ -30,7 +32,9 @@ def draw(kind="float16", batch=2, rows=3, heads=4, groups=2, width=8, seed=0):
     return [query, *caches, positions]
 
 
-def attend(query, keys, key_scale, values, value_scale, positions, *, scale, window=0, cap=0.0):
+def attend(
+    query, keys, key_scale, values, value_scale, positions, *, scale, window=0, cap=0.0, sinks=()
+):
     """One row after the other, in float64."""
     keys, values = keys * np.float64(key_scale), values * np.float64(value_scale)
     result = np.zeros(query.shape)
@@ -41,8 +45,9 @@ def attend(query, keys, key_scale, values, value_scale, positions, *, scale, win
         scores = keys[b, h // share, seen] @ query[b, t, h] * scale
         if cap:
             scores = cap * np.tanh(scores / cap)
-        powers = np.exp(scores - scores.max())
-        result[b, t, h] = powers @ values[b, h // share, seen] / powers.sum()
+        powers = np.exp(np.append(scores, sinks[h : h + 1]))
+        powers /= powers.sum()
+        result[b, t, h] = powers[: len(scores)] @ values[b, h // share, seen]
     return result
 
 
@@ -56,6 +61,18 @@ def test_cached_attention__numpy_and_loop_nest_are_row_by_row(kind, window, cap)
         lambda *a: qnn.cached_attention(*a, 0.3, window, cap), [type_of(a) for a in arrays]
     )
     expected = attend(*arrays, scale=0.3, window=window, cap=cap)
+    np.testing.assert_allclose(run(module, arrays)[0], expected, atol=2e-6)
+    np.testing.assert_allclose(run_module(module, arrays), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize(("kind", "window"), [("float32", 0), ("int8", 2)])
+def test_cached_attention__sinks(kind, window):
+    """Below and above all scores."""
+    arrays, sinks = draw(kind), (-3.0, 0.25, 1.0, 9.5)
+    module = make_module(
+        lambda *a: qnn.cached_attention(*a, 0.3, window, sinks=sinks), [type_of(a) for a in arrays]
+    )
+    expected = attend(*arrays, scale=0.3, window=window, sinks=np.array(sinks))
     np.testing.assert_allclose(run(module, arrays)[0], expected, atol=2e-6)
     np.testing.assert_allclose(run_module(module, arrays), expected, atol=2e-6)
 
@@ -133,6 +150,9 @@ def test_cached_attention__refuses_scales_and_numbers():
     types = [(array.shape, str(array.dtype)) for array in draw("int8")]
     message = "window=-1, soft_cap=0.0; allowed: numbers from 0 on"
     refuse(lambda *a: qnn.cached_attention(*a, window=-1), types, message)
+    for sinks, count in ((1.0, 2.0, 3.0), "3 sinks"), ((0.0, 0.0, 0.0, math.inf), "4 sinks"):
+        message = f"has {count}; allowed: none, or a finite number for each of 4 heads"
+        refuse(lambda *a, own=sinks: qnn.cached_attention(*a, sinks=own), types, message)
     types[4] = ((2, 2, 9, 8), "float32")
     message = r"'value_scale' has shape \(2, 2, 9, 8\); allowed: 1 in dimension 3, one scale"
     refuse(qnn.cached_attention, types, message)

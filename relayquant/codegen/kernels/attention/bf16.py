@@ -29,7 +29,7 @@ from relayquant.codegen.kernels.attention.blocks import (
     declare_attention,
 )
 from relayquant.codegen.kernels.attention.halves import load_numbers
-from relayquant.codegen.kernels.attention.one_row import LOWEST, Attention
+from relayquant.codegen.kernels.attention.one_row import Attention
 from relayquant.codegen.kernels.emit import (
     alloc_vectors,
     alloc_workspace,
@@ -67,7 +67,7 @@ def takes_tiles(spec: Attention) -> bool:
 
 
 def make_attention_bf16(spec: Attention, isa: FloatIsa, bf16: Bf16Isa = TILES_BF16) -> PrimFunc:
-    """Make PrimFunc(query, keys[, key_scale], values[, value_scale], positions, result).
+    """Make PrimFunc(query, keys[, key_scale], values[, value_scale], positions[, sinks], result).
 
     `spec` is one that `takes_tiles`. `isa` has vectors of 16.
     """
@@ -129,13 +129,12 @@ class RoundedAttention(BlockAttention):
     # --- Operands -------------------------------------------------------------------------------
 
     def emit_rows(self, position: Expr, query: Buffer) -> None:
-        """Round the query rows, scaled, to pairs. No key is seen."""
+        """Round the query rows, scaled, to pairs. Powers are of 2."""
 
         def start(row: Expr, start: Expr, token: Expr) -> None:
             T.buffer_store(self.places, T.Cast("int32", position + token), [row])
             T.buffer_store(self.starts, start, [row])
-            T.buffer_store(self.largest, T.float32(LOWEST), [row])
-            T.buffer_store(self.totals, T.float32(0), [row])
+            self.emit_sink(self.largest, self.totals, row, LOG2_E)
 
         self.each_row(T.int64(ROWS), start)
         with T.serial(ROWS * self.spec.width // LANES) as at:

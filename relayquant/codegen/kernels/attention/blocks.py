@@ -51,7 +51,7 @@ TILE = 6
 
 
 def make_attention_blocks(spec: Attention, isa: FloatIsa) -> PrimFunc:
-    """Make PrimFunc(query, keys[, key_scale], values[, value_scale], positions, result)."""
+    """Make PrimFunc(query, keys[, scale], values[, scale], positions[, sinks], result)."""
     return build_kernel(
         "attention_blocks", lambda: BlockAttention(declare_attention(spec), isa).emit()
     )
@@ -71,14 +71,16 @@ class AttentionOperands:
     query: Buffer
     caches: tuple[list[Buffer], list[Buffer]]
     positions: Buffer
+    sinks: Buffer | None
     result: Buffer
 
 
 def declare_attention(spec: Attention) -> AttentionOperands:
     """Declare the arguments of the kernel."""
     extents = name_extents(spec.extents)
-    query, *caches, positions, result = declare_operands(spec, extents)
-    return AttentionOperands(spec, extents, query, (caches[:2], caches[2:]), positions, result)
+    query, *caches, positions, sinks, result = declare_operands(spec, extents)
+    caches = caches[:2], caches[2:]
+    return AttentionOperands(spec, extents, query, caches, positions, sinks, result)
 
 
 class BlockAttention:
@@ -178,12 +180,11 @@ class BlockAttention:
         places: Buffer,
         position: Expr,
     ) -> None:
-        """Transpose the query rows; those that are missing repeat the last one. No key is seen."""
+        """Transpose the query rows; those that are missing repeat the last one."""
 
         def copy(row: Expr, start: Expr, token: Expr) -> None:
             T.buffer_store(places, T.Cast("int32", position + token), [row])
-            T.buffer_store(largest, T.float32(LOWEST), [row])
-            T.buffer_store(totals, T.float32(0), [row])
+            self.emit_sink(largest, totals, row)
             with T.serial(self.spec.width) as k:
                 T.buffer_store(query, self.query[start + k], [k * BLOCK + row])
 
@@ -191,6 +192,21 @@ class BlockAttention:
         lanes = self.isa.lanes
         with T.serial(self.spec.width * BLOCK // lanes) as step:
             store_vector(sums, constant("float32", 0, lanes), step * lanes, lanes)
+
+    def emit_sink(self, largest: Buffer, totals: Buffer, row: Expr, factor: float = 1.0) -> None:
+        """Store the largest score and the sum of powers of a row that has seen no key. `factor`: of
+        all scores.
+        """
+        sinks, share = self.operands.sinks, self.spec.share
+        if sinks is None:
+            T.buffer_store(largest, T.float32(LOWEST), [row])
+            T.buffer_store(totals, T.float32(0), [row])
+            return
+        # a block has rows of one head of the cache: of its query heads
+        own = self.first + T.min(row, self.count - 1)
+        head = T.floormod(self.origin, self.spec.extents[2]) + T.floormod(own, share)
+        T.buffer_store(largest, sinks[head] * T.float32(factor), [row])
+        T.buffer_store(totals, T.float32(1), [row])
 
     def emit_copy(
         self, cache: Buffer, scale: Buffer | None, line: Expr, count: Expr, copy: Buffer

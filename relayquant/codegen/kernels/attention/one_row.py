@@ -69,6 +69,7 @@ class Attention:
         scale: Factor of the scores.
         window: Number of keys that a row sees, 0 for all.
         soft_cap: Bound of the scores, 0 for none.
+        has_sinks: Whether each query head has one more score, whose value is 0.
     """
 
     extents: Extents
@@ -78,6 +79,7 @@ class Attention:
     scale: float
     window: int = 0
     soft_cap: float = 0.0
+    has_sinks: bool = False
 
     @property
     def share(self) -> int:
@@ -90,9 +92,9 @@ class Attention:
 
 
 def declare_operands(spec: Attention, extents: list[Expr]) -> list[Buffer]:
-    """Declare query, keys[, scales], values[, scales], positions and result, as flat views.
+    """Declare query, keys[, scales], values[, scales], positions[, sinks], result as flat views.
 
-    There are always 7 entries. A scale that the cache does not have is None.
+    There are always 8 entries. A scale that the cache does not have is None, and so are no sinks.
     """
     batch = extents[0]
     has_scales = spec.dtype == "int8"
@@ -105,6 +107,7 @@ def declare_operands(spec: Attention, extents: list[Expr]) -> list[Buffer]:
         "values": cache,
         "value_scale": row if has_scales else None,
         "positions": ((batch,), "int32"),
+        "sinks": ((spec.extents[2],), "float32") if spec.has_sinks else None,
         "result": (tuple(extents), "float32"),
     }
     declared = [
@@ -169,7 +172,9 @@ def add_up(vectors: list[Expr], levels: list[tuple[list[int], list[int]]]) -> li
 
 
 def make_attention(spec: Attention, isa: FloatIsa) -> PrimFunc:
-    """Make PrimFunc(query, keys[, key_scale], values[, value_scale], positions, result), R = 1."""
+    """Make PrimFunc(query, keys[, key_scale], values[, value_scale], positions[, sinks], result),
+    R = 1.
+    """
     return build_kernel("attention", lambda: RowAttention(spec, isa).emit())
 
 
@@ -190,8 +195,8 @@ class RowAttention:
         """Emit the tasks, and then put the pieces of each head together."""
         spec, pieces = self.spec, self.most_pieces
         extents = name_extents(spec.extents)
-        query, keys, key_scale, values, value_scale, positions, result = declare_operands(
-            spec, extents
+        query, keys, key_scale, values, value_scale, positions, self.sinks, result = (
+            declare_operands(spec, extents)
         )
         self.query, self.keys, self.values, self.scales = (
             query,
@@ -407,8 +412,10 @@ class RowAttention:
         used = T.bind(ceil_div(count, self.piece))
         first = T.bind((head * self.most_pieces) * spec.share + own)
         largest, total = alloc_vectors(2, 1, "float32")
-        T.buffer_store(largest, T.float32(LOWEST), [0])
-        T.buffer_store(total, T.float32(0), [0])
+        sink = None
+        if self.sinks is not None:
+            sink = T.bind(self.sinks[T.floormod(row, spec.extents[2])])
+        T.buffer_store(largest, T.float32(LOWEST) if sink is None else sink, [0])
 
         def each_piece(emit: Callable[[Expr], None]) -> None:
             with T.serial(used) as piece:
@@ -423,6 +430,8 @@ class RowAttention:
             T.buffer_store(total, total[0] + power * self.totals[slot], [0])
 
         each_piece(compare)
+        start = T.float32(0) if sink is None else emit_exp(sink - largest[0], 1)
+        T.buffer_store(total, start, [0])
         each_piece(weigh)
         factor = T.bind(T.Select(total[0] > T.float32(0), T.float32(1) / total[0], T.float32(0)))
 

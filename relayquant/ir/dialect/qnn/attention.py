@@ -9,11 +9,15 @@ The cache is float16, float32, or int8 with one scale for each row, as from `qua
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from tvm import relax, te, tirx
 from tvm.ir import Attrs, Call
 from tvm.relax import BlockBuilder
+from tvm_ffi import Array
+from tvm_ffi.dataclasses import field
 
 from relayquant.errors import QnnError, format_count
 from relayquant.ir.dialect.construct import Operand, Parameter, make_call
@@ -57,6 +61,7 @@ class QAttentionAttrs(Attrs):
     scale: float
     window: int
     soft_cap: float
+    sinks: Array = field(default_factory=lambda: Array([]))
 
 
 # ---------------------------------------------------------------- constructors
@@ -107,6 +112,7 @@ def cached_attention(
     scale: float = 1.0,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: Sequence[float] = (),
 ) -> Call:
     """Attend to the cache: float32 query (B, R, H, D) -> float32 (B, R, H, D).
 
@@ -117,6 +123,9 @@ def cached_attention(
 
     result = sum(softmax(score) * value), in float32
 
+    With sinks, the softmax of head h has one more score, sinks[h], whose value is 0 (Xiao et al.
+    2024, arXiv 2309.17453; learned numbers in GPT-OSS).
+
     Args:
         query: float32 (B, R, H, D).
         keys, values: float16, float32 or int8 (B, G, L, D).
@@ -125,9 +134,11 @@ def cached_attention(
         scale: Factor of the scores, usually 1 / sqrt(D).
         window: Number of keys that a row sees, 0 for all.
         soft_cap: Bound of the scores, 0 for none.
+        sinks: A number for each query head, or none.
     """
     operands = (query, keys, key_scale, values, value_scale, positions)
-    attrs = QAttentionAttrs(float(scale), int(window), float(soft_cap))
+    numbers = Array([float(sink) for sink in sinks])
+    attrs = QAttentionAttrs(float(scale), int(window), float(soft_cap), numbers)
     return make_call("cached_attention", ATTENTION_OPERANDS, operands, attrs)
 
 
@@ -225,6 +236,13 @@ def infer_cached_attention(call: Call, _builder: Any) -> Any:
     if heads is not None and groups is not None and (groups == 0 or heads % groups):
         found = f"has {format_count(heads, 'head')} in dimension 2"
         raise query.fail(found, f"allowed: a multiple of {groups}, as 'keys' has")
+    sinks = [float(sink) for sink in attrs.sinks]
+    if sinks and (heads not in (None, len(sinks)) or not all(map(math.isfinite, sinks))):
+        raise QnnError(
+            f"{query.operator}: has {format_count(len(sinks), 'sink')}; allowed: none, or a finite "
+            f"number for each of {show_count(query.dimension(2), 'head')}.",
+            code="RQ601",
+        )
     return result_like(query)
 
 
@@ -293,6 +311,7 @@ def legalize_cached_attention(builder: BlockBuilder, call: Call) -> Any:
     attrs = call.attrs
     factor, cap = (tirx.const(float(number), "float32") for number in (attrs.scale, attrs.soft_cap))
     window, zero = int(attrs.window), tirx.const(0.0, "float32")
+    sinks = [tirx.const(float(sink), "float32") for sink in attrs.sinks]
 
     def te_attention(
         query: te.Tensor,
@@ -340,15 +359,28 @@ def legalize_cached_attention(builder: BlockBuilder, call: Call) -> Any:
             total = totals(b, h, t)
             return sums(b, t, h, n) / tirx.Select(total > 0, total, tirx.const(1.0, "float32"))
 
+        def find_sink(head: PrimExpr) -> PrimExpr:
+            found = sinks[0]
+            for number, sink in enumerate(sinks[1:], 1):
+                found = tirx.Select(head == number, sink, found)
+            return found
+
+        def limit(*at: PrimExpr) -> PrimExpr:
+            return tirx.max(most(*at), find_sink(at[1])) if sinks else most(*at)
+
+        def count(*at: PrimExpr) -> PrimExpr:
+            own = tirx.exp(find_sink(at[1]) - largest(*at)) if sinks else zero
+            return seen(*at) + own
+
         i = te.reduce_axis((0, width), name="i")
         products = compute_tensor(grid, product, name="products")
         scores = compute_tensor(grid, score, name="scores")
         k = te.reduce_axis((0, length), name="k")
-        largest = compute_tensor(
-            grid[:3], lambda *at: te.max(scores(*at, k), axis=k), name="largest"
-        )
+        most = compute_tensor(grid[:3], lambda *at: te.max(scores(*at, k), axis=k), name="most")
+        largest = compute_tensor(grid[:3], limit, name="largest")
         powers = compute_tensor(grid, power, name="powers")
-        totals = compute_tensor(grid[:3], lambda *at: te.sum(powers(*at, k), axis=k), name="totals")
+        seen = compute_tensor(grid[:3], lambda *at: te.sum(powers(*at, k), axis=k), name="seen")
+        totals = compute_tensor(grid[:3], count, name="totals")
         sums = compute_tensor(query.shape, weigh, name="sums")
         return compute_tensor(query.shape, divide, name=name_hint(call))
 

@@ -6,6 +6,7 @@ is written in place. The order of float32 sums is not specified.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,8 +48,11 @@ def cached_attention(
     scale: float = 1.0,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: Sequence[float] = (),
 ) -> Array:
-    """Attend to the keys that each row sees. A row that sees none gives 0."""
+    """Attend to the keys that each row sees. A row that sees none gives 0. The softmax of head h
+    has one more score, sinks[h], if there are sinks.
+    """
     groups, length = keys.shape[1:3]
     batch, rows, heads, width = query.shape
     if groups == 0 or heads % groups:
@@ -69,9 +73,11 @@ def cached_attention(
         scores = np.float32(soft_cap) * np.tanh(scores / np.float32(soft_cap))
     scores = np.where(is_seen, scores, np.float32(-np.inf))
     largest = scores.max(axis=-1, keepdims=True, initial=np.finfo("float32").min)
+    sink = np.reshape(np.array(sinks, "float32"), (groups, -1, 1, 1)) if len(sinks) else -np.inf
+    largest = np.maximum(largest, sink)
     scores -= largest
     powers = np.exp(scores, out=scores)
-    totals = powers.sum(axis=-1, keepdims=True)
+    totals = powers.sum(axis=-1, keepdims=True) + np.exp(sink - largest)
     sums = np.matmul(powers, real_values[:, :, None]) / np.where(totals > 0, totals, 1)
     return sums.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype("float32")
 
