@@ -107,6 +107,11 @@ CASES = {
         "GraniteMoeSharedConfig",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 40},
     ),
+    "gpt_oss": ("GptOssConfig", {**WINDOW, "head_dim": 16, "num_local_experts": 6}),
+    "gpt_oss, limits that are met": (
+        "GptOssConfig",
+        {"num_local_experts": 4, "head_dim": 32, "swiglu_limit": 0.7, "swiglu_alpha": 1.1},
+    ),
     "gpt2": ("GPT2Config", {}),
     "gpt2, not tied": ("GPT2Config", {"tie_word_embeddings": False}),
 }

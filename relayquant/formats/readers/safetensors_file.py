@@ -60,6 +60,13 @@ class SafetensorsPlace:
             "and save it as one of these: from_pretrained(..., dtype='bfloat16')."
         )
 
+    def map_bytes(self) -> np.ndarray:
+        """Map the values of a tensor of dtype U8, uint8 of its shape. ModelError as for `read`."""
+        with reading(self.path, "safetensors file", ModelError):
+            if not self.size:
+                return np.empty(self.shape, "uint8")
+            return np.memmap(self.path, "uint8", "r", self.offset, self.shape)
+
     def read(self) -> np.ndarray:
         """Read the values as float32.
 

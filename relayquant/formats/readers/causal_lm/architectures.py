@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from relayquant.errors import ModelError
@@ -34,6 +34,8 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": HiddenFunction.GELU_TANH,
     "relu": HiddenFunction.RELU,
 }
+#: The "quant_method" whose tensors are read.
+MXFP4 = "mxfp4"
 #: Kinds of layers in "layer_types" -> whether attention has a window.
 LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
@@ -54,6 +56,7 @@ class ModelRow:
         adjust: What differs from Llama.
         windows: Which layers have the window if metadata has no "layer_types".
         refused: Settings that must be false.
+        rotary: Rotary positions, if metadata has none.
     """
 
     names: TensorNames
@@ -61,6 +64,7 @@ class ModelRow:
     adjust: Adjust = lambda _fields, config: config
     windows: ListTypes = lambda _fields, count: list_types(0, count)
     refused: tuple[str, ...] = ()
+    rotary: Mapping[str, Any] = field(default_factory=dict)
 
     def choose(self, fields: Fields) -> Fields:
         """Return what a model of this architecture reads.
@@ -103,11 +107,13 @@ def read_config(
     packed = fields.get("quantization_config")
     if packed is not None:
         method = packed.get("quant_method") if isinstance(packed, Mapping) else None
-        raise ModelError(
-            f"The model's weights are quantized ('quantization_config', {str(method)[:20]}), which "
-            "is not read. Load the float model and call compress_weights, or load a GGUF file.",
-            code="RQ202",
-        )
+        if method != MXFP4:
+            raise ModelError(
+                f"The model's weights are quantized ('quantization_config', {str(method)[:20]}), "
+                f"which is not read; allowed: {MXFP4}. Load the float model and call "
+                "compress_weights, or load a GGUF file.",
+                code="RQ202",
+            )
     row = ARCHITECTURES[kind]
     says_tied = fields.get("tie_word_embeddings") is not None
     fields = row.choose(fields)
@@ -241,7 +247,7 @@ def read_rotary(fields: Fields, row: ModelRow, kind: str, head: int, length: int
     Since version 5 "rope_parameters" has them all, perhaps by type of layer. Before, "rope_theta"
     and "rope_scaling" had them.
     """
-    values = fields.get("rope_scaling", "rope_parameters") or {}
+    values = fields.get("rope_scaling", "rope_parameters") or dict(row.rotary)
     if isinstance(values, dict) and isinstance(values.get(kind), dict):
         values = values[kind]
     elif LAYER_TYPES[kind] and fields.get("rope_local_base_freq") is not None:
@@ -405,6 +411,19 @@ def adjust_olmoe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
     return replace(add_experts(config, experts), has_row_norms=True)
 
 
+def adjust_gpt_oss(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    experts = ExpertConfig(
+        count_experts(fields),
+        fields.integer("num_experts_per_tok"),
+        config.hidden,
+        limit=fields.number("swiglu_limit"),
+        slope=fields.number("swiglu_alpha"),
+    )
+    parts = ("router", "experts_gate", "experts_up", "experts_down")
+    biases = config.biases | {*parts}
+    return replace(add_experts(config, experts), has_sinks=True, biases=biases)
+
+
 # --- Names --------------------------------------------------------------------------------------
 
 LLAMA_NAMES: dict[str, str] = {
@@ -476,6 +495,21 @@ GRANITE_MOE = make_names(
         ".mlp.output_linear.weight": ".mlp.experts.down_proj",
         ".router.layer.weight": ".router.weight",
     },
+)
+GPT_OSS = make_names(
+    {
+        "router": "model.layers.{}.mlp.router",
+        "sinks": "model.layers.{}.self_attn.sinks",
+    },
+    experts={
+        EXPERTS + "gate_up_proj": ("experts_gate", "experts_up"),
+        EXPERTS + "gate_up_proj_bias": ("experts_gate.bias", "experts_up.bias"),
+        EXPERTS + "down_proj": ("experts_down",),
+        EXPERTS + "down_proj_bias": ("experts_down.bias",),
+    },
+    renamed={".self_attn.sinks": ".self_attn.sinks.weight"},
+    has_turned_stacks=True,
+    is_alternating=True,
 )
 PHI3 = make_names(
     {"qkv": "model.layers.{}.self_attn.qkv_proj", "gate_up": "model.layers.{}.mlp.gate_up_proj"}
@@ -574,6 +608,15 @@ OLMOE_SETTINGS = {
 GRANITE_MOE_SETTINGS = {
     **SILU, "attention_bias": False, "num_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
+GPT_OSS_SETTINGS = {
+    **SILU, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128,
+    "layer_types": None, "attention_bias": True, "num_experts": 128, "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
+}  # fmt: skip
+GPT_OSS_ROTARY = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 GPT2_SETTINGS = {
     **SHARED, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
     "tie_word_embeddings": True,
@@ -597,6 +640,9 @@ ARCHITECTURES: dict[str, ModelRow] = {
     "granitemoe": ModelRow(GRANITE_MOE, GRANITE_MOE_SETTINGS, adjust_granite_moe),
     "granitemoeshared": ModelRow(
         GRANITE_MOE, {**GRANITE_MOE_SETTINGS, "shared_intermediate_size": 0}, adjust_granite_moe
+    ),
+    "gpt_oss": ModelRow(
+        GPT_OSS, GPT_OSS_SETTINGS, adjust_gpt_oss, in_pattern(2), rotary=GPT_OSS_ROTARY
     ),
     "phi": ModelRow(PHI, PHI_SETTINGS, adjust_phi, refused=("qk_layernorm",)),
     "phi3": ModelRow(PHI3, PHI3_SETTINGS, windows=in_pattern(1)),

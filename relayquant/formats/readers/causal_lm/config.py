@@ -53,12 +53,18 @@ class ExpertConfig:
 
         sum over the chosen e of p[e] * down_e(activation(gate_e(h)) * up_e(h))
 
+    With a limit l and a = 1.702 (GPT-OSS), what `down_e` reads is, with g = min(gate_e(h), l) and
+    u = clip(up_e(h), -l, l):
+
+        g * sigmoid(a * g) * (u + 1)
+
     Attributes:
         count, chosen, hidden: Number of experts, of those that a row chooses, and of elements
             inside each.
         is_normalized: Whether the shares of the chosen are divided by their sum.
         shared: Elements inside a network that every row has in addition. 0: there is none.
         has_share: Whether its result is multiplied by sigmoid(share(h)).
+        limit, slope: Bound l and slope a. 0: there is no bound.
     """
 
     count: int
@@ -67,12 +73,20 @@ class ExpertConfig:
     is_normalized: bool = True
     shared: int = 0
     has_share: bool = False
+    limit: float = 0.0
+    slope: float = 1.702
 
     def __post_init__(self) -> None:
         if not 1 <= self.chosen <= self.count < MOST_SIZE:
             raise ModelError(
                 f"A row of the model chooses {self.chosen} of "
                 f"{format_count(self.count, 'expert')}; allowed: 1 to all of them.",
+                code="RQ204",
+            )
+        if not (math.isfinite(self.slope) and 0 <= self.limit < math.inf):
+            raise ModelError(
+                f"Values inside of the model's experts are limited to {self.limit} with a slope of "
+                f"{self.slope}; allowed: finite numbers, and a limit from 0 on.",
                 code="RQ204",
             )
         sizes = (self.count * self.hidden, self.shared + 1)
@@ -125,8 +139,11 @@ class CausalLMConfig:
         has_head_norms: Whether each query and key head is normalized before it is turned.
         has_row_norms: Whether queries and keys are, all heads together.
         has_post_norms: Whether results of attention and the feed-forward network are normalized.
+        has_sinks: Whether each query head has one more score, a learned number (see
+            `qnn.cached_attention`).
         has_positions: Whether a learned vector of the position is added to the embedding.
-        biases: Products with a bias: "q", "k", "v", "out", "gate", "up", "down", "classifier".
+        biases: Products with a bias: "q", "k", "v", "out", "gate", "up", "down", "classifier",
+            "router", and "experts_gate", "experts_up", "experts_down", one expert after the other.
         query_scale: Factor of the attention scores.
         attention_cap, score_cap: Soft caps c * tanh(s / c) of attention scores and of scores. 0:
             none.
@@ -153,6 +170,7 @@ class CausalLMConfig:
     has_head_norms: bool = False
     has_row_norms: bool = False
     has_post_norms: bool = False
+    has_sinks: bool = False
     has_positions: bool = False
     biases: frozenset[str] = frozenset()
     query_scale: float = 1.0
@@ -248,6 +266,8 @@ class CausalLMConfig:
                 add_product(f"layers.{i}.{kind}", kind, shape)
             for kind, size in norms.items():
                 add_norm(f"layers.{i}.{kind}", size)
+            if self.has_sinks:
+                found[f"layers.{i}.sinks.weight"] = (self.heads,)
         add_norm("final_norm", self.width)
         if not self.is_tied:
             add_product("classifier", "classifier", (self.vocabulary, self.width))

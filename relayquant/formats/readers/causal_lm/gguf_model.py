@@ -7,7 +7,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and names of tensors 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -58,12 +58,16 @@ NAMES: dict[str, str] = {
     "shared_up": "blk.{}.ffn_up_shexp",
     "shared_down": "blk.{}.ffn_down_shexp",
     "share": "blk.{}.ffn_gate_inp_shexp",
+    "sinks": "blk.{}.attn_sinks",
     "classifier": "output",
 }
 EXPERTS: dict[str, tuple[str, ...]] = {
     "blk.{layer}.ffn_gate_exps.weight": ("experts_gate",),
     "blk.{layer}.ffn_up_exps.weight": ("experts_up",),
     "blk.{layer}.ffn_down_exps.weight": ("experts_down",),
+    "blk.{layer}.ffn_gate_exps.bias": ("experts_gate.bias",),
+    "blk.{layer}.ffn_up_exps.bias": ("experts_up.bias",),
+    "blk.{layer}.ffn_down_exps.bias": ("experts_down.bias",),
 }
 #: Divisors of the frequencies of rotary positions: read with the config.
 FACTORS = "rope_freqs.weight"
@@ -93,6 +97,7 @@ class GgufModelRow:
         unturned: Each `unturned`-th layer has no rotary positions. 0: all have. 1: none has.
         is_normalized: Whether shares of chosen experts are divided by their sum, if metadata does
             not say so.
+        limit: Bound of values inside of experts, see `ExpertConfig`.
         adjust: What depends on other metadata.
     """
 
@@ -102,6 +107,7 @@ class GgufModelRow:
     local_base: float = 0.0
     unturned: int = 0
     is_normalized: bool = True
+    limit: float = 0.0
     adjust: Callable[[Fields, CausalLMConfig], CausalLMConfig] = lambda _fields, config: config
 
 
@@ -161,12 +167,7 @@ def read_gguf_config(
         epsilon=fields.number(
             "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", default=1e-5
         ),
-        biases=frozenset(
-            part
-            for part in ("q", "k", "v", "out", "gate", "up", "down", "classifier")
-            if f"{NAMES[part].format(0)}.bias" in tensors
-            or (part in "qkv" and "blk.0.attn_qkv.bias" in tensors)
-        ),
+        biases=find_biases(tensors),
         query_scale=1 / math.sqrt(max(head, 1)),
         attention_cap=fields.number("attn_logit_softcapping", default=0.0),
         score_cap=fields.number("final_logit_softcapping", default=0.0),
@@ -174,6 +175,16 @@ def read_gguf_config(
     )
     config = add_gguf_experts(fields, row, replace(config, **row.changes), tensors)  # pyright: ignore[reportArgumentType]
     return row.adjust(fields, config), row.names
+
+
+def find_biases(tensors: Container[str]) -> frozenset[str]:
+    """Return the products with a bias, as the first layer has them."""
+    parts = ("q", "k", "v", "out", "gate", "up", "down", "classifier", "router")
+    found = {part for part in parts if f"{NAMES[part].format(0)}.bias" in tensors}
+    if "blk.0.attn_qkv.bias" in tensors:
+        found |= {"q", "k", "v"}
+    own = [parts for name, parts in EXPERTS.items() if name.format(layer=0) in tensors]
+    return frozenset(found | {p.removesuffix(".bias") for (p,) in own if p.endswith(".bias")})
 
 
 def add_gguf_experts(
@@ -197,6 +208,7 @@ def add_gguf_experts(
         is_normalized=fields.flag("expert_weights_norm", default=row.is_normalized),
         shared=0 if shared is None or not shared.shape else shared.shape[0],
         has_share=f"{NAMES['share'].format(0)}.weight" in tensors,
+        limit=row.limit,
     )
     return add_experts(
         config, experts, lambda i: f"{NAMES['router'].format(i)}.weight" not in tensors
@@ -366,6 +378,12 @@ GGUF_ARCHITECTURES: dict[str, GgufModelRow] = {
     "qwen2moe": GgufModelRow(is_normalized=False),
     "qwen3moe": GgufModelRow(changes={"has_head_norms": True}),
     "olmoe": GgufModelRow(changes={"has_row_norms": True}, is_normalized=False),
+    "gpt-oss": GgufModelRow(
+        replace(PLAIN, names={**NAMES, "ffn_norm": NAMES["post_attention_norm"]}),
+        changes={"has_sinks": True},
+        pattern=2,
+        limit=7.0,
+    ),
     "phi2": GgufModelRow(changes={**LAYER_NORMS, "is_parallel": True}),
     "phi3": GgufModelRow(replace(PLAIN, names={**NAMES, "gate_up": "blk.{}.ffn_up"}), pattern=1),
     "gemma": GgufModelRow(changes=GELU, adjust=scale_embedding),

@@ -32,10 +32,13 @@ class TensorNames:
             without ".weight" and ".bias", with {} for the number of the layer.
         experts: The source's whole name of a tensor of experts, with {layer} for the number of the
             layer -> the parts that it consists of, by rows. It is a matrix of one expert if the
-            name has {expert}, else a stack (experts, outputs, inputs).
+            name has {expert}, else a stack (experts, outputs, inputs). Biases are parts of their
+            own, "experts_up.bias", in a stack (experts, outputs).
         renamed: Parts of names in files of other versions -> what they are here.
         unread: Pattern of tensors that no network reads: buffers that are computed.
         is_transposed: Whether weights of products are stored as (inputs, outputs).
+        has_turned_stacks: Whether stacks of floats are (experts, inputs, outputs).
+        is_alternating: Whether rows of the parts of a stack take turns.
         is_paired: Whether rows of q and k are stored for pairs of neighbours and not of halves
             (`Rotary` has halves).
     """
@@ -45,6 +48,8 @@ class TensorNames:
     renamed: Mapping[str, str] = field(default_factory=dict)
     unread: str = r"(?!)"
     is_transposed: bool = False
+    has_turned_stacks: bool = False
+    is_alternating: bool = False
     is_paired: bool = False
 
 
@@ -74,15 +79,15 @@ def translate_tensors(
         layer, part = place.split(".")[1:] if place.startswith("layers.") else ("", place)
         experts = config.layers[int(layer)].experts if part.startswith("experts_") else None
         if experts is not None:
+            part = part if suffix == "weight" else f"{part}.bias"
             sources, parts = find_experts(names, part, layer, experts.count, tensors)
             used.update(sources)
             absent = [source for source in sources if source not in tensors]
             missing += absent
             if not absent:
+                sizes = {each: shapes[find_own(name, each)] for each in parts}
                 own = {each: tensors[each] for each in sources}
-                found[name] = join_experts(
-                    config.list_experts(experts), part, parts, own, experts.count
-                )
+                found[name] = join_experts(names, sizes, part, own, experts.count)
             continue
         joined = next(
             (
@@ -172,35 +177,45 @@ def find_experts(
     return next((each for each in found if each[0][0] in tensors), found[-1])
 
 
+def find_own(name: str, part: str) -> str:
+    """Return the name of another part of the experts of the same layer."""
+    prefix = name.rsplit(".", 2)[0]
+    return f"{prefix}.{part}" if part.endswith(".bias") else f"{prefix}.{part}.weight"
+
+
 def join_experts(
-    shapes: Mapping[str, tuple[int, int]],
+    names: TensorNames,
+    shapes: Mapping[str, tuple[int, ...]],
     part: str,
-    parts: Sequence[str],
     sources: Mapping[str, StoredTensor],
     count: int,
 ) -> StoredTensor:
     """Return a part of all experts, one expert after the other.
 
     Args:
-        shapes: Shape of each part of all experts.
+        shapes: The parts that the sources hold -> their shapes, of all experts.
 
     Raises:
         ModelError: the tensors have other shapes, or cannot be read.
     """
-    (rows, columns), sizes = shapes[part], [shapes[each][0] // count for each in parts]
+    (rows, *columns), sizes = shapes[part], [shape[0] // count for shape in shapes.values()]
     is_stack = len(sources) == 1
-    expected = (count, sum(sizes), columns) if is_stack else (sum(sizes), columns)
+    inner = (sum(sizes), *columns)
     for source, tensor in sources.items():
         check_readable(source, tensor)
-        check_shape(source, tensor, expected)
+        turned = inner[::-1] if names.has_turned_stacks and tensor.is_float else inner
+        check_shape(source, tensor, (count, *turned) if is_stack else inner)
     if not is_stack:
         return join_tensors(list(sources.values()))
-    tensor = next(iter(sources.values())).flatten()
-    if len(parts) == 1:
+    tensor = next(iter(sources.values()))
+    if names.has_turned_stacks and tensor.is_float and columns:
+        tensor = tensor.transpose()
+    tensor = tensor.flatten(len(columns))
+    if len(shapes) == 1:
         return tensor
-    at = parts.index(part)
-    start = sum(sizes[:at])
-    own = np.arange(count)[:, None] * sum(sizes) + np.arange(start, start + sizes[at])
+    at = list(shapes).index(part)
+    start, step = (at, len(sizes)) if names.is_alternating else (sum(sizes[:at]), 1)
+    own = np.arange(count)[:, None] * sum(sizes) + start + step * np.arange(sizes[at])
     return tensor.take_rows(own.reshape(rows))
 
 

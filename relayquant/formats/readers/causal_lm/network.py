@@ -180,9 +180,10 @@ def list_products(config: CausalLMConfig, layer: LayerConfig) -> list[tuple[str,
 
 
 def is_product_bias(config: CausalLMConfig, name: str) -> bool:
-    """Return whether a tensor is the bias of a product."""
+    """Return whether a tensor is the bias of a product that all rows share."""
     place, _, suffix = name.rpartition(".")
-    return suffix == "bias" and place.rpartition(".")[2] in config.biases
+    part = place.rpartition(".")[2]
+    return suffix == "bias" and part in config.biases and part not in EXPERTS
 
 
 def join_products(
@@ -357,10 +358,11 @@ class FunctionBuilder:
             for operand in self.update_cache(f"{kind}.{i}", heads[part])
         ]
         window = layer.window if layer.window < self.network.length else 0
+        sinks = self.network.constants.get(f"{name}.sinks.weight")
         attended = self.emit(
             qnn.cached_attention(
                 heads["q"], *cached, self.positions, config.query_scale, window,
-                config.attention_cap,
+                config.attention_cap, () if sinks is None else sinks.value.numpy().tolist(),
             ),
             f"{name}.attention",
         )  # fmt: skip
@@ -398,6 +400,17 @@ class FunctionBuilder:
         opened = self.emit(ACTIVATIONS[self.config.activation](gate), f"{name}gated")
         return self.emit(relax.op.multiply(opened, up), f"{name}hidden")
 
+    def limit_gate(self, name: str, gate: Expr, up: Expr, experts: ExpertConfig) -> Expr:
+        """Return g * sigmoid(slope * g) * (u + 1), of limited g and u."""
+        limit = experts.limit
+        gate = self.emit(relax.op.minimum(gate, number(limit)), f"{name}gate.limited")
+        up = self.emit(relax.op.clip(up, -limit, limit), f"{name}up.limited")
+        steep = self.emit(relax.op.multiply(gate, number(experts.slope)), f"{name}gate.steep")
+        share = self.emit(relax.op.sigmoid(steep), f"{name}gate.share")
+        opened = self.emit(relax.op.multiply(gate, share), f"{name}gated")
+        moved = self.emit(relax.op.add(up, number(1.0)), f"{name}up.moved")
+        return self.emit(relax.op.multiply(opened, moved), f"{name}hidden")
+
     def mix(self, name: str, experts: ExpertConfig, h: Expr) -> Expr:
         """Return the sum of what each row's experts compute, times their shares."""
         shares, chosen = self.choose(name, experts, h)
@@ -409,7 +422,10 @@ class FunctionBuilder:
             )
             for part in ("gate", "up")
         }
-        hidden = self.gate(f"{name}.experts_", parts["gate"], parts["up"])
+        if experts.limit:
+            hidden = self.limit_gate(f"{name}.experts_", parts["gate"], parts["up"], experts)
+        else:
+            hidden = self.gate(f"{name}.experts_", parts["gate"], parts["up"])
         found = self.multiply_by_chosen(f"{name}.experts_down", hidden, chosen, experts, {})
         weighted = relax.op.multiply(
             found, self.emit(relax.op.expand_dims(shares, -1), f"{name}.best.columns")
@@ -427,6 +443,9 @@ class FunctionBuilder:
     def choose(self, name: str, experts: ExpertConfig, h: Expr) -> tuple[Expr, Expr]:
         """Return shares float32 and numbers int32 of the experts of each row, (B, rows, chosen)."""
         scores = self.multiply_by_constant(f"{name}.router", h)
+        bias = self.network.constants.get(f"{name}.router.bias")
+        if bias is not None:
+            scores = self.emit(relax.op.add(scores, bias), f"{name}.router.biased")
         all_shares = self.emit(relax.op.nn.softmax(scores, -1), f"{name}.shares")
         best = self.emit(
             relax.op.topk(all_shares, experts.chosen, -1, "both", True, "int32"), f"{name}.best"
@@ -450,18 +469,35 @@ class FunctionBuilder:
         experts: ExpertConfig,
         rows: dict[int, tuple[Expr, Expr]],
     ) -> Expr:
-        """Return x (B, rows, chosen or 1, inputs) times the weights of the chosen experts."""
+        """Return x (B, rows, chosen or 1, inputs) times the weights of the chosen experts, plus the
+        biases of these.
+        """
+        product = self.emit(self.multiply_rows(name, x, chosen, experts, rows), name)
+        bias = self.network.constants.get(f"{name}.bias")
+        if bias is None:
+            return product
+        each = relax.const(bias.value.numpy().reshape(experts.count, -1))
+        own = self.emit(relax.op.take(each, chosen, 0, mode="clip"), f"{name}.bias")
+        return self.emit(relax.op.add(product, own), f"{name}.biased")
+
+    def multiply_rows(
+        self,
+        name: str,
+        x: Expr,
+        chosen: Expr,
+        experts: ExpertConfig,
+        rows: dict[int, tuple[Expr, Expr]],
+    ) -> Expr:
+        """Return the product of `multiply_by_chosen`."""
         if name not in self.network.grouped:
-            weight = self.weights[f"{name}.weight"]
-            return self.emit(qnn.expert_dense(x, chosen, weight, experts.count), name)
+            return qnn.expert_dense(x, chosen, self.weights[f"{name}.weight"], experts.count)
         size = self.network.grouped[name][0].group_size
         if size not in rows:
             rows[size] = self.quantize(x, size, name)
         constants, attributes = self.read_blocks(name, "expert_dense")
-        product = qnn.grouped_expert_dense(
+        return qnn.grouped_expert_dense(
             *rows[size], chosen, *constants, **attributes, experts=experts.count
         )
-        return self.emit(product, name)
 
     def compute_scores(self, x: Expr) -> Expr:
         """Return scores of the picked rows, (B, picked, vocabulary)."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import tvm
 
+from relayquant.base.grouping import GroupedWeight
 from relayquant.base.storage.files import PathLike, decode_json, read_text, reading
 from relayquant.errors import ModelError
 from relayquant.formats.readers.causal_lm.architectures import read_config
@@ -18,8 +20,9 @@ from relayquant.formats.readers.causal_lm.names import TensorNames, translate_te
 from relayquant.formats.readers.causal_lm.network import build_network
 from relayquant.formats.readers.causal_lm.options import CausalLMOptions
 from relayquant.formats.readers.causal_lm.tensors import FLOATS, CausalLMParams, StoredTensor
+from relayquant.formats.readers.float4 import MXFP4_BYTES, MXFP4_GROUP, make_mxfp4
 from relayquant.formats.readers.gguf.header import read_header
-from relayquant.formats.readers.safetensors_file import list_safetensors
+from relayquant.formats.readers.safetensors_file import SafetensorsPlace, list_safetensors
 
 #: Name of the file that describes a model of `transformers`, and its largest size in bytes.
 CONFIG, MOST_CONFIG = "config.json", 16 << 20
@@ -54,11 +57,39 @@ def import_folder(folder: PathLike, options: CausalLMOptions, *, max_bytes: int)
         if not isinstance(values, dict):
             raise ValueError("it is no table")
     with reading(folder, "folder of a model", ModelError):
-        tensors = {
-            name: StoredTensor(place.shape, FLOATS, place.read, place.refusal)
-            for name, place in list_safetensors(folder, max_bytes).items()
-        }
+        tensors = pair_blocks(list_safetensors(folder, max_bytes))
         return import_tensors(values, tensors, options)
+
+
+def pair_blocks(places: Mapping[str, SafetensorsPlace]) -> dict[str, StoredTensor]:
+    """Return the tensors of files. A pair of bytes is a stack in MXFP4, as GPT-OSS has them:
+
+    NAME_blocks (E, N, G, 16), NAME_scales (E, N, G)  ->  NAME (E, N, 32 * G)
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for name, place in places.items():
+        base = name.removesuffix("_blocks").removesuffix("_scales")
+        pair = places.get(f"{base}_blocks"), places.get(f"{base}_scales")
+        codes, scales = pair
+        if codes is None or scales is None or not is_mxfp4(codes, scales):
+            tensors[name] = StoredTensor(place.shape, FLOATS, place.read, place.refusal)
+            continue
+        shape = (*scales.shape[:2], MXFP4_GROUP * scales.shape[2])
+        tensors[base] = StoredTensor(shape, "MXFP4", partial(read_mxfp4, codes, scales))
+    return tensors
+
+
+def is_mxfp4(codes: SafetensorsPlace, scales: SafetensorsPlace) -> bool:
+    """Whether two tensors are the blocks and scales of a stack in MXFP4."""
+    fits = len(scales.shape) == 3 and codes.shape == (*scales.shape, MXFP4_BYTES)
+    return fits and codes.dtype == scales.dtype == "U8"
+
+
+def read_mxfp4(codes: SafetensorsPlace, scales: SafetensorsPlace) -> GroupedWeight:
+    """Read a stack, as one matrix."""
+    groups = scales.shape[2]
+    rows = codes.map_bytes().reshape(-1, groups * MXFP4_BYTES)
+    return make_mxfp4(rows, scales.map_bytes().reshape(-1, groups))
 
 
 def import_tensors(

@@ -58,10 +58,12 @@ class StoredTensor:
             (count, *self.shape[1:]), self.kind, lambda: index_rows(self.read(), rows)
         )
 
-    def flatten(self) -> StoredTensor:
-        """Return the rows of all matrices of a stack (E, N, K), (E * N, K)."""
-        *outer, last = self.shape
-        shape = (prod(outer), last)
+    def flatten(self, kept: int = 1) -> StoredTensor:
+        """Return the rows of all matrices of a stack (E, N, K), (E * N, K). `kept`: axes behind the
+        joined ones.
+        """
+        split = len(self.shape) - kept
+        shape = (prod(self.shape[:split]), *self.shape[split:])
 
         def read() -> Weight:
             weight = self.read()
@@ -70,8 +72,10 @@ class StoredTensor:
         return StoredTensor(shape, self.kind, read, self.refusal)
 
     def transpose(self) -> StoredTensor:
-        """Return a matrix with its axes swapped, as floats."""
-        return StoredTensor(self.shape[::-1], FLOATS, lambda: self.read_floats().T)
+        """Return a matrix, or each of a stack, with its axes swapped, as floats."""
+        *outer, rows, columns = self.shape
+        shape = (*outer, columns, rows)
+        return StoredTensor(shape, FLOATS, lambda: self.read_floats().swapaxes(-1, -2))
 
     def shift(self, offset: float) -> StoredTensor:
         """Return the values plus a number, as floats."""

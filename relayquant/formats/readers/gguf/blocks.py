@@ -27,6 +27,7 @@ from relayquant.base.grouping import GroupedWeight, GroupFormat
 from relayquant.base.packing import count_bytes, middle_code, pack_codes
 from relayquant.base.runtime import map_on_threads
 from relayquant.errors import ModelError, format_count
+from relayquant.formats.readers.float4 import E2M1_LEVELS, decode_exponents
 
 Array = np.ndarray
 
@@ -210,11 +211,8 @@ def decode_iq4_xs(blocks: Array) -> tuple[Array, ...]:
 
 
 def decode_mxfp4(blocks: Array) -> tuple[Array, ...]:
-    """The scale is a power of two (OCP Microscaling Formats 1.0, E8M0). Half of it: levels are
-    twice the values.
-    """
     exponent, codes = split_fields(blocks, 1)
-    return split_bits(codes, 16, 4), np.ldexp(np.float32(1), exponent.astype("int32") - 128)
+    return split_bits(codes, 16, 4), decode_exponents(exponent)
 
 
 def decode_nvfp4(blocks: Array) -> tuple[Array, ...]:
@@ -227,9 +225,8 @@ def decode_nvfp4(blocks: Array) -> tuple[Array, ...]:
     return split_bits(codes, 8, 4), np.where(packed == 0x7F, np.float32(0), scale)
 
 
-#: Levels of IQ4_NL, and twice the floats of 4 bits (e2m1), + 128.
+#: Levels of IQ4_NL, + 128.
 IQ4_LEVELS = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
-E2M1_LEVELS = (128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116)
 
 #: By type number (ggml_type).
 BLOCK_KINDS: Mapping[int, BlockKind] = {
