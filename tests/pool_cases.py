@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
+from onnx_models import make_onnx
 
 OPSET = 22
 #: what a pool is drawn from: one draw for each attribute of its schema, None leaves it out
@@ -98,15 +99,8 @@ def make_model(case: PoolCase, is_between: bool = False) -> onnx.ModelProto:
         first, last = (helper.make_node("Conv", *tensors) for tensors in convolutions)
         nodes = [first, *nodes, last]
     one = np.eye(3, dtype="float32").reshape(3, 3, *[1] * case.rank)
-    graph = helper.make_graph(
-        nodes,
-        "pool",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 3, *case.sizes])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(one, "one")] if is_between else [],
-    )
-    opsets = [helper.make_opsetid("", OPSET)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    constants = {"one": one} if is_between else {}
+    return make_onnx(nodes, {"x": [2, 3, *case.sizes]}, {"y": None}, constants, OPSET)
 
 
 def draw_data(case: PoolCase, batch: int = 2) -> np.ndarray:

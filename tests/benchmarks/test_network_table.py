@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import helper
+from onnx_models import make_onnx
 
 pytest.importorskip("openvino", reason="openvino is not installed")
 pytest.importorskip("nncf", reason="nncf is not installed")
@@ -78,10 +79,9 @@ def test_measure_decibels__over_all_samples():
 
 
 def test_fix_shapes__of_a_sample():
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3, "H"])
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 3, "W"])
-    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "graph", [x], [y])
-    model = network_table.fix_shapes(helper.make_model(graph), {"x": np.zeros((1, 3, 8))})
+    node = helper.make_node("Relu", ["x"], ["y"])
+    made = make_onnx([node], {"x": ["N", 3, "H"]}, {"y": ["N", 3, "W"]})
+    model = network_table.fix_shapes(made, {"x": np.zeros((1, 3, 8))})
     for value in (*model.graph.input, *model.graph.output):
         assert [dim.dim_value for dim in value.type.tensor_type.shape.dim] == [1, 3, 8]
     onnx.checker.check_model(model, full_check=True)

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import tvm
+from onnx_models import make_onnx
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -410,18 +411,10 @@ def rated(folder: Path) -> Path:
         make("Equal", ["rate", "slow"], ["is_slow"]),
         make("If", ["is_slow"], ["y"], **branches),
     ]
-    inputs = [
-        onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", "length"]),
-        onnx.helper.make_tensor_value_info("rate", onnx.TensorProto.INT64, []),
-    ]
+    inputs = {"x": ["n", "length"], "rate": ("int64", [])}
     constants = {"slow": np.int64(8000), "low": np.float32(2), "high": np.float32(3)}
-    graph = onnx.helper.make_graph(
-        nodes, "rated", inputs, [onnx.helper.make_tensor_value_info("y", 1, None)],
-        [onnx.numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()],
-    )  # fmt: skip
     path = folder / "rated.onnx"
-    opset = [onnx.helper.make_opsetid("", 17)]
-    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), path)
+    onnx.save(make_onnx(nodes, inputs, {"y": None}, constants), path)
     return path
 
 

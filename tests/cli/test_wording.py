@@ -7,6 +7,7 @@ from pathlib import Path
 import onnx
 import onnx.helper as oh
 import pytest
+from onnx_models import make_onnx
 
 from relayquant import cli
 from relayquant.cli.output import ExitCode
@@ -47,10 +48,9 @@ def test_name_options__every_option_exists() -> None:
 
 def test_error__of_a_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From the file to the line on standard error, and to the JSON document."""
-    x, y = (oh.make_tensor_value_info(name, 1, ["N", 4]) for name in "xy")
-    graph = oh.make_graph([oh.make_node("Relu", ["x"], ["y"])], "g", [x], [y])
     model = tmp_path / "m.onnx"
-    onnx.save(oh.make_model(graph, opset_imports=[oh.make_opsetid("", 17)]), model)
+    node = oh.make_node("Relu", ["x"], ["y"])
+    onnx.save(make_onnx([node], {"x": ["N", 4]}, {"y": ["N", 4]}), model)
     words = ["inspect", str(model), "--shape", "z=1,4"]
     assert cli.main(words) == ExitCode.USER_ERROR
     assert "--shape names 'z', which is not an input" in capsys.readouterr().err

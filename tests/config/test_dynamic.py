@@ -418,18 +418,13 @@ def test_quantize__as_onnx_runtime_does(tmp_path):
     """Same matrix product as after onnxruntime's quantize_dynamic, within a step of the weights."""
     ort = pytest.importorskip("onnxruntime")
     quantization = pytest.importorskip("onnxruntime.quantization")
-    from onnx import TensorProto, helper, numpy_helper, save
+    from onnx import helper, save
+    from onnx_models import make_onnx
 
     random = np.random.default_rng(1)
     weight = random.normal(0, 0.3, (32, 12)).astype("float32")
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])],
-        "dense",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 32])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 12])],
-        [numpy_helper.from_array(weight, "w")],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    model = make_onnx([node], {"x": ["n", 32]}, {"y": ["n", 12]}, {"w": weight}, 13)
     source, target = tmp_path / "float.onnx", tmp_path / "int8.onnx"
     save(model, source)
     quantization.quantize_dynamic(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+from onnx_models import make_onnx
 
 import relayquant as rq
 from relayquant.data.item import describe_inputs
@@ -30,18 +31,8 @@ def load_embedding(kind):
         index = "j"
     nodes.append(helper.make_node("Gather", ["table", index], ["rows"]))
     nodes.append(helper.make_node("MatMul", ["rows", "weight"], ["y"]))
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("i", TensorProto.INT64, [1, 4])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [
-            numpy_helper.from_array(table, "table"),
-            numpy_helper.from_array(weight, "weight"),
-            numpy_helper.from_array(np.int64([4]), "flat"),
-        ],
-    )
-    return rq.load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]))
+    constants = {"table": table, "weight": weight, "flat": np.int64([4])}
+    return rq.load(make_onnx(nodes, {"i": ("int64", [1, 4])}, {"y": None}, constants))
 
 
 @pytest.mark.parametrize("kind", INDICES)

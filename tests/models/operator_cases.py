@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx_models import make_onnx
 
 OPSET = 20
 #: shape of the one input that all cases share
@@ -288,10 +289,6 @@ def build_model(cases: tuple[Case, ...]) -> onnx.ModelProto:
         graph.node.extend(branch.node)
         graph.initializer.extend(branch.initializer)
         graph.output.extend(branch.output)
-    return _make_model(graph)
-
-
-def _make_model(graph: onnx.GraphProto) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=9)
 
 
@@ -323,12 +320,6 @@ def _build_branch(case: Case) -> onnx.GraphProto:
 
 def _infer_shape(nodes: list[NodeProto], arrays: Mapping[str, np.ndarray]) -> list[int]:
     """Shape of value b."""
-    graph = helper.make_graph(
-        nodes,
-        "branch",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, SHAPE)],
-        [helper.make_tensor_value_info("b", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(value, name) for name, value in arrays.items()],
-    )
-    inferred = onnx.shape_inference.infer_shapes(_make_model(graph)).graph.output[0]
+    model = make_onnx(nodes, {"x": SHAPE}, {"b": None}, arrays, OPSET)
+    inferred = onnx.shape_inference.infer_shapes(model).graph.output[0]
     return [dim.dim_value for dim in inferred.type.tensor_type.shape.dim]

@@ -9,7 +9,8 @@ import numpy as np
 import onnx
 import pytest
 import tvm
-from onnx import helper, numpy_helper
+from onnx import helper
+from onnx_models import make_onnx
 from relay_export_cases import ACC, FLOAT, INTEGER, Q, X, build, build_all, bytes_, floats
 from relay_testing import WRITTEN_BY_TVM
 from tvm import relax
@@ -144,12 +145,9 @@ def test_operators__each_is_written():
 
 def test_recurrent__says_what_to_do(tmp_path):
     """Layers are one operator for all steps, which Relay has not."""
-    shapes = {"x": (3, 1, 4), "w": (1, 8, 4), "r": (1, 8, 2), "y": (3, 1, 1, 2)}
-    values = {name: helper.make_tensor_value_info(name, 1, shape) for name, shape in shapes.items()}
-    constants = [numpy_helper.from_array(np.ones(shapes[n], "float32"), n) for n in "wr"]
+    constants = {"w": np.ones((1, 8, 4), "float32"), "r": np.ones((1, 8, 2), "float32")}
     node = helper.make_node("LSTM", ["x", "w", "r"], ["y"], hidden_size=2)
-    graph = helper.make_graph([node], "lstm", [values["x"]], [values["y"]], constants)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    model = make_onnx([node], {"x": (3, 1, 4)}, "y", constants)
     onnx.save(model, path := tmp_path / "lstm.onnx")
     with pytest.raises(ModelError, match=r"qnn.lstm.*no recurrent layers.*export_onnx"):
         to_text(rq.load(path))

@@ -13,7 +13,8 @@ import pytest
 import tvm
 from floats import FULL, ISAS, TARGET, check, convolve, draw, finish, run_kernel
 from machines import compile_kernel
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
+from onnx_models import make_onnx
 
 import relayquant as rq
 from relayquant.codegen.kernels.floating.convolution.free import (
@@ -116,15 +117,8 @@ def make_network(op: str, weight: np.ndarray, **attrs: object) -> bytes:
     ]
     sizes = list("hw")[4 - weight.ndim :]
     bias = np.linspace(-1, 1, outputs).astype("float32")
-    graph = helper.make_graph(
-        nodes,
-        "network",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", channels, *sizes])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(weight, "w"), numpy_helper.from_array(bias, "b")],
-    )
-    opset = [helper.make_opsetid("", 17)]
-    return helper.make_model(graph, opset_imports=opset, ir_version=8).SerializeToString()
+    shape, constants = ["n", channels, *sizes], {"w": weight, "b": bias}
+    return make_onnx(nodes, {"x": shape}, {"y": None}, constants).SerializeToString()
 
 
 NETWORKS = {

@@ -10,6 +10,7 @@ import onnx
 import pytest
 from compiled_call import build_reduction
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 from tvm import relax
 
 import relayquant as rq
@@ -31,16 +32,8 @@ def test_extreme_of_nothing__is_its_start(name, dtype, size, keepdims):
     datatype) or the minimum value of the data type otherwise."
     """
     data = np.ones((2, 0), dtype)
-    element = onnx.helper.np_dtype_to_tensor_dtype(data.dtype)
     node = onnx.helper.make_node(f"Reduce{name.title()}", ["x", "axes"], ["y"], keepdims=keepdims)
-    graph = onnx.helper.make_graph(
-        [node],
-        "g",
-        [onnx.helper.make_tensor_value_info("x", element, data.shape)],
-        [onnx.helper.make_tensor_value_info("y", element, None)],
-        [onnx.numpy_helper.from_array(np.array([-1]), "axes")],
-    )
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)])
+    model = make_onnx([node], {"x": data}, {"y": (dtype, None)}, {"axes": [-1]}, 20)
     if (name, dtype) == ("min", "bool"):
         want = np.ones((2, 1) if keepdims else 2, bool)  # the evaluator of onnx has no such case
     else:

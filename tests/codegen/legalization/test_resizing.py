@@ -7,8 +7,9 @@ import onnx
 import pytest
 import tvm
 from float_models import build_model
-from onnx import TensorProto, helper
+from onnx import helper
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -70,13 +71,10 @@ def find_resize(mod: tvm.IRModule) -> object:
 
 def evaluate_onnx(x: np.ndarray, size: tuple[int, int], mode: str) -> np.ndarray:
     """Resize in the onnx evaluator. x is NCHW."""
-    sizes = helper.make_tensor("sizes", TensorProto.INT64, (4,), [*x.shape[:2], *size])
+    sizes = np.array([*x.shape[:2], *size])
     attributes = {"mode": "linear", "coordinate_transformation_mode": mode}
     node = helper.make_node("Resize", ["x", "", "", "sizes"], ["y"], **attributes)
-    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, x.shape)
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, (*x.shape[:2], *size))
-    graph = helper.make_graph([node], "resize", [value], [result], [sizes])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
+    model = make_onnx([node], {"x": x}, {"y": (*x.shape[:2], *size)}, {"sizes": sizes}, 18)
     onnx.checker.check_model(model)
     return ReferenceEvaluator(model).run(None, {"x": x})[0]
 

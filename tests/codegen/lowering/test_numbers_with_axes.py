@@ -9,8 +9,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import tvm
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 
 import relayquant as rq
 
@@ -78,12 +79,7 @@ BODIES += [product_by_zero, larger_value]
 def make_model(body: Callable[[Drawer, str], str], ndim: int):
     g = Drawer(ndim)
     result = body(g, "x")
-    infos = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
-        for name, shape in (("x", [2, 5, WIDTH]), (result, None))
-    ]
-    graph = helper.make_graph(g.nodes, "numbers", infos[:1], infos[1:], g.tensors)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 14)], ir_version=8)
+    return make_onnx(g.nodes, {"x": [2, 5, WIDTH]}, {result: None}, g.tensors, 14)
 
 
 def list_kernels(mod) -> list[str]:

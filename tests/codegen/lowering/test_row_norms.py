@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tvm
 from declined_rules import hear_declined
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 from tiny_llama import ROWS, list_calls, make_llama
 from tvm import relax
 from tvm.relax import op
@@ -153,14 +154,7 @@ def spell_in_onnx(name):
             helper.make_node("Mul", ["bare", "W"], ["Y"]),
         ]
     constants = {"axes": np.array([-1]), "epsilon": np.array(EPSILON, "float32")}
-    graph = helper.make_graph(
-        nodes,
-        "norm",
-        [helper.make_tensor_value_info(each, TensorProto.FLOAT, None) for each in names],
-        [helper.make_tensor_value_info("Y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(value, key) for key, value in constants.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)])
+    return make_onnx(nodes, dict.fromkeys(names), {"Y": None}, constants, 23)
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "divided"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
+from onnx_models import make_onnx
 
 import relayquant as rq
 from relayquant.codegen.rewrites.layout import convert_layout
@@ -20,23 +21,13 @@ PAIRS = (((5, 6), (5, 6)), ((5, 6), (1, 6)), ((1, 1), (4, 7)), ((1, 7), (4, 1)),
 def network() -> bytes:
     """y = relu(conv(a) + conv(b)) of images of free sizes."""
     rng = np.random.default_rng(2)
-    weights = [rng.standard_normal((9, 4, 3, 3)).astype("float32") for _ in "ab"]
+    weights = {f"w{x}": rng.standard_normal((9, 4, 3, 3)).astype("float32") for x in "ab"}
     nodes = [helper.make_node("Conv", [x, f"w{x}"], [f"c{x}"], pads=[1, 1, 1, 1]) for x in "ab"] + [
         helper.make_node("Add", ["ca", "cb"], ["s"]),
         helper.make_node("Relu", ["s"], ["y"]),
     ]
-    graph = helper.make_graph(
-        nodes,
-        "network",
-        [
-            helper.make_tensor_value_info(x, TensorProto.FLOAT, [2, 4, f"h{x}", f"w{x}"])
-            for x in "ab"
-        ],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(w, f"w{x}") for x, w in zip("ab", weights, strict=True)],
-    )
-    opset = [helper.make_opsetid("", 17)]
-    return helper.make_model(graph, opset_imports=opset, ir_version=8).SerializeToString()
+    shapes = {x: [2, 4, f"h{x}", f"w{x}"] for x in "ab"}
+    return make_onnx(nodes, shapes, {"y": None}, weights).SerializeToString()
 
 
 def load_network(network: bytes, folder):

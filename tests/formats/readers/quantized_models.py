@@ -5,13 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
-
-ELEMENT = {
-    "float32": onnx.TensorProto.FLOAT,
-    "int8": onnx.TensorProto.INT8,
-    "uint8": onnx.TensorProto.UINT8,
-    "int32": onnx.TensorProto.INT32,
-}
+from onnx_models import make_onnx
 
 
 class GraphBuilder:
@@ -73,12 +67,4 @@ class GraphBuilder:
 
     def model(self, inputs: dict, outputs: dict, opset: int = 13) -> onnx.ModelProto:
         """`inputs` and `outputs`: name -> (dtype, shape)."""
-        graph = helper.make_graph(
-            self.nodes,
-            "quantized",
-            [helper.make_tensor_value_info(n, ELEMENT[d], s) for n, (d, s) in inputs.items()],
-            [helper.make_tensor_value_info(n, ELEMENT[d], s) for n, (d, s) in outputs.items()],
-            self.constants,
-        )
-        opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
-        return helper.make_model(graph, opset_imports=opsets, ir_version=9)
+        return make_onnx(self.nodes, inputs, outputs, self.constants, opset)

@@ -9,8 +9,9 @@ import numpy as np
 import onnx
 import pytest
 import tvm
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 from tvm import relax
 from tvm.ir import Call
@@ -28,15 +29,7 @@ RNG = np.random.default_rng(11)
 
 def make_model(nodes, inputs, outputs=("y",), weights=None, opset=13):
     """inputs: name -> shape; weights: name -> array."""
-    infos = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
-        for name, shape in inputs.items()
-    ]
-    outs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
-    tensors = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
-    graph = helper.make_graph(nodes, "test", infos, outs, tensors)
-    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    return make_onnx(nodes, inputs, dict.fromkeys(outputs), weights or {}, opset)
 
 
 def bindings_of(mod):
@@ -477,13 +470,8 @@ def test_control_flow__branches_of_two_shapes_are_refused():
         )
         for name, values in (("then", [1.0]), ("else", [1.0, 2.0]))
     }
-    graph = helper.make_graph(
-        [helper.make_node("If", ["c"], ["y"], "choose", **branches)],
-        "test",
-        [helper.make_tensor_value_info("c", TensorProto.BOOL, [])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    node = helper.make_node("If", ["c"], ["y"], "choose", **branches)
+    model = make_onnx([node], {"c": ("bool", [])}, {"y": None})
     with pytest.raises(ModelError, match=r"'choose' \(operator If.*inputs={'c': value}"):
         import_onnx(model)
 

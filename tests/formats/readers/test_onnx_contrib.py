@@ -9,6 +9,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 from onnx_files import find_deviation
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
@@ -61,16 +62,8 @@ class Node:
             names.pop()
         found = [f"y{at}" for at in range(outputs)]
         node = helper.make_node(self.op, names, found, "n", domain=MICROSOFT, **attrs)
-        infos = [
-            helper.make_tensor_value_info(
-                name, helper.np_dtype_to_tensor_dtype(array.dtype), self.shapes[name]
-            )
-            for name, array in self.inputs.items()
-        ]
-        results = [onnx.ValueInfoProto(name=name) for name in found]
-        graph = helper.make_graph([node], "g", infos, results, self.tensors)
-        opsets = [helper.make_opsetid("", 17), helper.make_opsetid(MICROSOFT, 1)]
-        return helper.make_model(graph, opset_imports=opsets, ir_version=9)
+        infos = {name: (str(a.dtype), self.shapes[name]) for name, a in self.inputs.items()}
+        return make_onnx([node], infos, found, self.tensors)
 
     def check(self, outputs: int = 1, **attrs) -> None:
         """What is loaded, lowered and compiled gives what ONNX Runtime gives."""

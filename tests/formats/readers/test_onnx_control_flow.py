@@ -9,6 +9,7 @@ import onnx
 import pytest
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 from test_onnx import bindings_of, operators_of
 
@@ -411,14 +412,10 @@ def test_slice__of_opset_9_with_negative_bounds():
 
 def test_shapes__of_paddlepaddle():
     """-1 is a size that is not known."""
-    info = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [-1, 3])
-    out = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [-1, 3])
-    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "test", [info], [out])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    model = make_onnx([helper.make_node("Relu", ["x"], ["y"])], {"x": [-1, 3]}, {"y": [-1, 3]})
     check(model, {"x": X})
     mod = check(model, {"x": X}, shapes={"x": (2, 3)})
     assert [int(size) for size in mod["main"].params[0].ty.shape.values] == [2, 3]
-    info.type.tensor_type.shape.dim[1].dim_value = -2
-    model.graph.input[0].CopyFrom(info)
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = -2
     with pytest.raises(ModelError, match="no size is below 0"):
         import_onnx(model)

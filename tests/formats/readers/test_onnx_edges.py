@@ -5,11 +5,11 @@ ONNX Runtime.
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import pytest
 import tvm
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 from onnx_node_cases import TARGET
 from onnx_runtime import run_onnxruntime
 from tvm import relax
@@ -24,21 +24,12 @@ def draw(shape, dtype):
 
 def make_model(op, inputs, attributes, *, constants=(), domain="", opset=18, out=None):
     """A model of one node. `constants` are the places of operands that are no inputs."""
-    names = [f"i{at}" for at in range(len(inputs))]
-    types = [helper.np_dtype_to_tensor_dtype(array.dtype) for array in inputs]
-    infos = [
-        helper.make_tensor_value_info(name, dtype, array.shape)
-        for name, dtype, array in zip(names, types, inputs, strict=True)
-    ]
-    graph = helper.make_graph(
-        [helper.make_node(op, names, ["y"], "edge", domain=domain, **attributes)],
-        "edges",
-        [info for at, info in enumerate(infos) if at not in constants],
-        [helper.make_tensor_value_info("y", out or types[0], None)],
-        [numpy_helper.from_array(inputs[at], names[at]) for at in constants],
-    )
-    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    arrays = {f"i{at}": array for at, array in enumerate(inputs)}
+    node = helper.make_node(op, [*arrays], ["y"], "edge", domain=domain, **attributes)
+    known = {f"i{at}": inputs[at] for at in constants}
+    given = {name: array for name, array in arrays.items() if name not in known}
+    result = {"y": (out or str(inputs[0].dtype), None)}
+    return make_onnx([node], given, result, known, opset)
 
 
 def check_as_runtime(model, inputs, constants=(), tolerance=1e-5):
@@ -199,14 +190,7 @@ def test_reshape__with_allowzero_of_nothing():
         helper.make_node("Reshape", ["nothing", "sizes"], ["y"], allowzero=1),
     ]
     constants = {"zero": np.array([0]), "sizes": np.array([3, 0])}
-    graph = helper.make_graph(
-        nodes,
-        "nothing",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, (2, 3))],
-        [onnx.ValueInfoProto(name="y")],
-        [numpy_helper.from_array(array, name) for name, array in constants.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    model = make_onnx(nodes, {"x": (2, 3)}, "y", constants, 18)
     mod, _ = rq.load(model)
     (found,) = rq.reference.run(mod, [np.ones((2, 3), FLOAT)])
     assert found.shape == (3, 0)
@@ -261,12 +245,8 @@ def test_size_0__is_replaced_by_shapes():
 @pytest.mark.parametrize("count", [0, 2])
 def test_reshape__with_allowzero_of_a_free_size(count):
     """A 0 is a size, which data of another size does not fit; the run says so."""
-    info = helper.make_tensor_value_info("x", TensorProto.FLOAT, ("N", 3))
     node = helper.make_node("Reshape", ["x", "sizes"], ["y"], allowzero=1)
-    sizes = onnx.numpy_helper.from_array(np.array([3, 0]), "sizes")
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    graph = helper.make_graph([node], "free", [info], [result], [sizes])
-    mod, _ = rq.load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]))
+    mod, _ = rq.load(make_onnx([node], {"x": ("N", 3)}, "y", {"sizes": np.array([3, 0])}))
     data, executor = np.ones((count, 3), FLOAT), rq.Executor(rq.compile(mod))
     for run in (lambda: rq.reference.run(mod, [data]), lambda: executor.run("main", [data])):
         if count:

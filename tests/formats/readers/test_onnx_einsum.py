@@ -7,8 +7,9 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import helper
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 
 import relayquant as rq
 from relayquant.base.runtime import Executor
@@ -79,18 +80,15 @@ EQUATIONS = {
 def make_model(equation, shapes, dtype="float32", constants=None):
     """Operands are inputs x0, x1, ...; those of `constants` (position -> array) are not."""
     constants = constants or {}
-    element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     names = [f"x{at}" for at in range(len(shapes))]
-    infos = [
-        helper.make_tensor_value_info(name, element, shape)
+    inputs = {
+        name: (dtype, shape)
         for at, (name, shape) in enumerate(zip(names, shapes, strict=True))
         if at not in constants
-    ]
+    }
     node = helper.make_node("Einsum", names, ["y"], "n", equation=equation)
-    tensors = [numpy_helper.from_array(array, f"x{at}") for at, array in constants.items()]
-    output = [helper.make_tensor_value_info("y", element, None)]
-    graph = helper.make_graph([node], "g", infos, output, tensors)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    known = {f"x{at}": array for at, array in constants.items()}
+    return make_onnx([node], inputs, {"y": (dtype, None)}, known)
 
 
 def draw(shapes, dtype="float32"):

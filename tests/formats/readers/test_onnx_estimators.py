@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
@@ -21,13 +22,9 @@ def draw(*shape, dtype="float32"):
 
 
 def make_model(nodes, x, outputs, weights=None, shape=None):
-    kind = helper.np_dtype_to_tensor_dtype(x.dtype)
-    info = helper.make_tensor_value_info("x", kind, shape or x.shape)
-    outs = [helper.make_tensor_value_info(name, dtype, None) for name, dtype in outputs.items()]
-    tensors = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
-    graph = helper.make_graph(nodes, "test", [info], outs, tensors)
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, 3)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    inputs = {"x": (str(x.dtype), shape or x.shape)}
+    ends = {name: (dtype, None) for name, dtype in outputs.items()}
+    return make_onnx(nodes, inputs, ends, weights or {})
 
 
 def check(model, x):

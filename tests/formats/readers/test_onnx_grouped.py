@@ -9,6 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 from tvm import relax
 
@@ -31,17 +32,9 @@ AFFINE_ROWS = rq.QSpec(
 )
 
 
-def make_file(path, nodes, tensors, shape, dtype=TensorProto.FLOAT):
+def make_file(path, nodes, tensors, shape, dtype="float32"):
     """A model of one input x and one output y."""
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", dtype, shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        tensors,
-    )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(MICROSOFT, 1)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), str(path))
+    onnx.save(make_onnx(nodes, {"x": (dtype, shape)}, {"y": None}, tensors, 21), str(path))
     return path
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
@@ -58,15 +59,9 @@ class HalfGraph:
         return self.add("DequantizeLinear", *operands, axis=axis)
 
     def model(self, output: str, opset: int = 21) -> onnx.ModelProto:
-        graph = helper.make_graph(
-            self.nodes,
-            "g",
-            [helper.make_tensor_value_info("x", HALF, ("n", *SHAPE[1:]))],
-            [helper.make_tensor_value_info(output, HALF, None)],
-            self.constants,
-        )
-        opsets = [helper.make_opsetid("", opset)]
-        return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+        shape = ("n", *SHAPE[1:])
+        types = {"x": ("float16", shape)}, {output: ("float16", None)}
+        return make_onnx(self.nodes, *types, self.constants, opset)
 
 
 def convolve(g: HalfGraph, x: str) -> str:
@@ -151,11 +146,9 @@ def test_half__float32_is_left_alone():
         helper.make_node("Cast", ["e"], ["w"], to=TensorProto.FLOAT),
         helper.make_node("QuantizeLinear", ["w", "s"], ["y"]),
     ]
-    infos = [helper.make_tensor_value_info("x", HALF, (4,))]
-    outputs = [helper.make_tensor_value_info("y", TensorProto.UINT8, None)]
-    scale = numpy_helper.from_array(np.float32(0.1), "s")
-    graph = helper.make_graph(nodes, "g", infos, outputs, [scale])
-    mod, _ = rq.load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)]))
+    result = {"y": ("uint8", None)}
+    model = make_onnx(nodes, {"x": ("float16", (4,))}, result, {"s": np.float32(0.1)}, 21)
+    mod, _ = rq.load(model)
     assert 'R.Tensor((4,), dtype="float16") = R.exp(x)' in str(mod)
 
 

@@ -5,10 +5,10 @@ holds: refused by the name of the node.
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
@@ -27,18 +27,10 @@ def ints(*values):
 def make_model(op, constants=(), *, opset=17, outputs=1, shape=SHAPE, dtype="float32", **attrs):
     """One node on x and constants; None is an operand left out."""
     names = ["" if array is None else f"c{at}" for at, array in enumerate(constants)]
-    weights = [
-        numpy_helper.from_array(np.asarray(array), name)
-        for name, array in zip(names, constants, strict=True)
-        if name
-    ]
+    weights = {name: a for name, a in zip(names, constants, strict=True) if name}
     operands = names if op in ("ConstantOfShape", "Range") else ["x", *names]
     node = helper.make_node(op, operands, [f"y{at}" for at in range(outputs)], "here", **attrs)
-    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    infos = [helper.make_tensor_value_info("x", kind, shape)]
-    outs = [onnx.ValueInfoProto(name=name) for name in node.output]
-    graph = helper.make_graph([node], "one", infos, outs, weights)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=9)
+    return make_onnx([node], {"x": (dtype, shape)}, node.output, weights, opset)
 
 
 def is_refused_by_onnxruntime(model) -> bool:
@@ -113,15 +105,13 @@ def test_invalid__type_that_does_not_exist(number):
 def test_valid__other_domains_are_not_looked_at(domain):
     """The checker of onnx knows nothing of them; a function of the model is its own definition."""
     node = helper.make_node("BiasGelu", ["x", "b"], ["y"], domain=domain)
-    infos = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in
-             (("x", [3, 4]), ("b", [4]))]  # fmt: skip
-    graph = helper.make_graph([node], "one", infos, [onnx.ValueInfoProto(name="y")])
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(domain, 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    model = make_onnx([node], {"x": [3, 4], "b": [4]}, "y", (), 20)
     if domain == "mine":
         body = [helper.make_node("Add", ["x", "b"], ["s"]), helper.make_node("Gelu", ["s"], ["y"])]
         model.functions.append(
-            helper.make_function("mine", "BiasGelu", ["x", "b"], ["y"], body, opsets[:1])
+            helper.make_function(
+                "mine", "BiasGelu", ["x", "b"], ["y"], body, model.opset_import[:1]
+            )
         )
     assert rq.load(model)[0]
 
@@ -174,13 +164,9 @@ def test_large__pads_that_fit():
     ],
 )
 def test_invalid__operands_and_attributes_beside_symbolic_sizes(op, names, attributes, says):
-    infos = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, ("n", 3, 4))
-        for name in sorted({*names} - {""})
-    ]
+    inputs = dict.fromkeys(sorted({*names} - {""}), ("n", 3, 4))
     node = helper.make_node(op, names, ["y"], "here", **attributes)
-    graph = helper.make_graph([node], "one", infos, [onnx.ValueInfoProto(name="y")])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    model = make_onnx([node], inputs)
     with pytest.raises(ModelError, match=rf"Node 'here'.*{says}.*RQ202"):
         rq.load(model)
 

@@ -10,7 +10,8 @@ import numpy as np
 import onnx
 import pytest
 import tvm
-from onnx import helper, numpy_helper
+from onnx import helper
+from onnx_models import make_onnx
 from onnx_node_cases import TARGET
 from onnx_runtime import run_onnxruntime
 from tvm import relax
@@ -37,14 +38,7 @@ def draw(op: str, shape) -> np.ndarray:
 
 def make_model(nodes, inputs, opset, weights=None, domains=()) -> onnx.ModelProto:
     """A model with inputs name -> (dtype, shape) and the output y; also of other domains."""
-    infos = [
-        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
-        for name, (dtype, shape) in inputs.items()
-    ]
-    tensors = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
-    graph = helper.make_graph(nodes, "test", infos, [onnx.ValueInfoProto(name="y")], tensors)
-    opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(name, 1) for name in domains)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    model = make_onnx(nodes, inputs, "y", weights or {}, opset)
     return onnx.shape_inference.infer_shapes(model)
 
 

@@ -13,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx_graphs import describe
 from onnx_graphs import make_model as make_drawn_model
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 from test_onnx import (
     check_against_onnxruntime,
@@ -33,18 +34,7 @@ RAMP = np.arange(4, dtype="float32").reshape(1, 1, 1, 4)
 
 def make_mixed_model(node, inputs, opset, weights=None):
     """A model of one node with inputs of any dtype: name -> array of that dtype and shape."""
-    infos = [
-        helper.make_tensor_value_info(
-            name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
-        )
-        for name, array in inputs.items()
-    ]
-    outs = [
-        helper.make_tensor_value_info(name, TensorProto.UNDEFINED, None) for name in node.output
-    ]
-    tensors = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
-    graph = helper.make_graph([node], "test", infos, outs, tensors)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    return make_onnx([node], inputs, node.output, weights or {}, opset)
 
 
 @pytest.mark.parametrize("opset", [7, 9, 10])

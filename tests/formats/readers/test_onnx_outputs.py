@@ -14,6 +14,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
@@ -117,16 +118,7 @@ def make_model(case: Case, names) -> onnx.ModelProto:
         else:
             weights.append(numpy_helper.from_array(operand, operands[at]))
     node = helper.make_node(case.op, operands, names, domain=case.domain, **case.attrs)
-    inputs = [
-        helper.make_tensor_value_info(
-            name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
-        )
-        for name, array in case.data.items()
-    ]
-    outputs = [onnx.ValueInfoProto(name=name) for name in names if name]
-    opsets = [helper.make_opsetid("", case.opset), helper.make_opsetid(MICROSOFT, 1)]
-    graph = helper.make_graph([node], "test", inputs, outputs, weights)
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    return make_onnx([node], case.data, filter(None, names), weights, case.opset)
 
 
 def find_reference(case: Case, names) -> list[np.ndarray]:
@@ -186,20 +178,10 @@ IMAGE = (2, 3, 4, 4)
 def build_unread(op, operands, outputs, *, opset=17, domain="", read=1, shape=IMAGE, **attrs):
     """The model of a node whose outputs after the first `read` have names, and nobody reads."""
     names = [f"y{number}" for number in range(outputs)]
-    constants = [
-        numpy_helper.from_array(value, f"c{at}")
-        for at, value in enumerate(operands)
-        if isinstance(value, np.ndarray)
-    ]
+    constants = {f"c{at}": v for at, v in enumerate(operands) if isinstance(v, np.ndarray)}
     given = [f"c{at}" if isinstance(each, np.ndarray) else each for at, each in enumerate(operands)]
     node = helper.make_node(op, given, names, domain=domain, **attrs)
-    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, shape)
-    results = [
-        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in names[:read]
-    ]
-    graph = helper.make_graph([node], "g", [x], results, constants)
-    opsets = [helper.make_opsetid("", opset), helper.make_opsetid(MICROSOFT, 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    return make_onnx([node], {"x": shape}, dict.fromkeys(names[:read]), constants, opset)
 
 
 @pytest.mark.parametrize(

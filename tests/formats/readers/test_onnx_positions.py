@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper
+from onnx_models import make_onnx
 from test_onnx_versions import ROWS, compare, draw, ints, list_versions, make_model, row
 
 import relayquant as rq
@@ -140,11 +141,7 @@ def test_indices__every_operator_that_has_some():
 
 def test_indices__of_a_symbolic_axis_are_left_to_the_run():
     node = helper.make_node("Gather", ["data", "indices"], ["y"])
-    info = helper.make_tensor_value_info("data", onnx.TensorProto.FLOAT, ["N", 3])
-    out = onnx.ValueInfoProto(name="y")
-    weights = [onnx.numpy_helper.from_array(ints(2, 0), "indices")]
-    graph = helper.make_graph([node], "one", [info], [out], weights)
-    opsets = [helper.make_opsetid("", MIN_OPSET + 6)]
-    mod, _ = rq.load(helper.make_model(graph, opset_imports=opsets, ir_version=8))
+    model = make_onnx([node], {"data": ["N", 3]}, "y", {"indices": ints(2, 0)}, MIN_OPSET + 6)
+    mod, _ = rq.load(model)
     data = draw(4, 3)
     np.testing.assert_array_equal(rq.reference.run(mod, [data])[0], data[[2, 0]])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 from quantized_models import GraphBuilder
 
@@ -280,19 +281,13 @@ def test_quantize_linear__as_the_onnx_reference(dtype, axis):
     attrs = {} if axis is None else {"axis": axis}
     scale = np.linspace(0.1, 0.4, channels).astype("float32")
     zero = helper.make_tensor("zero", element, [channels], [1] * channels)
-    graph = helper.make_graph(
-        [
-            helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"], **attrs),
-            helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["y"], **attrs),
-        ],
-        "narrow",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, SHAPE)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, SHAPE)],
-        [numpy_helper.from_array(scale, "scale"), zero],
-    )
-    model = helper.make_model(
-        graph, opset_imports=[helper.make_opsetid("", 25 if "2" in dtype else 21)]
-    )
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"], **attrs),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["y"], **attrs),
+    ]
+    constants = [numpy_helper.from_array(scale, "scale"), zero]
+    opset = 25 if "2" in dtype else 21
+    model = make_onnx(nodes, {"x": SHAPE}, {"y": SHAPE}, constants, opset)
     (want,) = ReferenceEvaluator(model).run(None, {"x": input_data()})
     (got,) = rq.reference.run(import_onnx(model)[0], [input_data()])
     np.testing.assert_array_equal(got, want)

@@ -7,6 +7,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 from test_onnx import check_against_onnxruntime
 
@@ -102,19 +103,7 @@ def make_case(
         inputs.pop()
     outputs = ["Y", "Y_h", "Y_c"][: 1 + len(names)]
     node = helper.make_node(op, inputs, outputs, "cell", hidden_size=HIDDEN, **attributes)
-    infos = [
-        helper.make_tensor_value_info(
-            name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
-        )
-        for name, array in feeds.items()
-    ]
-    results = [
-        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in outputs
-    ]
-    tensors = [numpy_helper.from_array(array, name) for name, array in weights.items()]
-    graph = helper.make_graph([node], "test", infos, results, tensors)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 14)], ir_version=8)
-    return model, feeds
+    return make_onnx([node], feeds, dict.fromkeys(outputs), weights, 14), feeds
 
 
 def check(expected, model, feeds, **options):
@@ -281,14 +270,7 @@ def test_recurrent__layers_of_symbolic_steps_are_quantized(op):
             helper.make_node("Squeeze", [f"Y{at}", "axis"], [f"Z{at}"]),
         ]
         value = f"Z{at}"
-    graph = helper.make_graph(
-        nodes,
-        "test",
-        [helper.make_tensor_value_info("X", onnx.TensorProto.FLOAT, ["T", 1, "K"])],
-        [helper.make_tensor_value_info(value, onnx.TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(array, name) for name, array in weights.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 14)], ir_version=8)
+    model = make_onnx(nodes, {"X": ["T", 1, "K"]}, {value: None}, weights, 14)
     samples = [draw(STEPS + at, 1, INPUTS) for at in range(4)]
     mod, params = import_onnx(model)
     exe = rq.Executor(rq.compile(rq.quantize(mod, params, samples, effort="fast")))

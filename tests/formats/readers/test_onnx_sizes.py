@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tvm
 from onnx import TensorProto, helper, numpy_helper
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 from test_onnx import draw
 from test_onnx import make_model as make_float_model
@@ -249,17 +250,12 @@ def test_slice__to_the_end_of_a_symbolic_size(end, dtype, opset):
     rows = {"starts": [1], "ends": [end], "axes": [0]}
     names = list(rows) if opset >= 10 else []
     attrs = {} if names else rows
-    graph = helper.make_graph(
-        [
-            helper.make_node("Slice", ["x", *names], ["v"], **attrs),
-            helper.make_node("LRN", ["v"], ["y"], size=3),
-        ],
-        "g",
-        [helper.make_tensor_value_info("x", 1, ["batch", 4, 5, 6])],
-        [helper.make_tensor_value_info("y", 1, None)],
-        [numpy_helper.from_array(np.array(rows[name], dtype), name) for name in names],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    nodes = [
+        helper.make_node("Slice", ["x", *names], ["v"], **attrs),
+        helper.make_node("LRN", ["v"], ["y"], size=3),
+    ]
+    constants = {name: np.array(rows[name], dtype) for name in names}
+    model = make_onnx(nodes, {"x": ["batch", 4, 5, 6]}, {"y": None}, constants, opset)
     x = np.random.default_rng(0).standard_normal((3, 4, 5, 6)).astype("float32")
     (want,) = run_onnxruntime(model, {"x": x})
     mod, _ = rq.load(model)
@@ -284,14 +280,8 @@ def test_slice__of_a_short_axis_is_empty(bounds, opset):
     rows = np.array([begin, end, 0, step]).reshape(4, 1)
     given = ["x"] if is_old else ["x", *names]
     call = helper.make_node("Slice", given, ["y"], **(attributes if is_old else {}))
-    graph = helper.make_graph(
-        [call],
-        "slice",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["m", 2])],
-        [numpy_helper.from_array(row, name) for row, name in zip(rows, names, strict=True)],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    constants = dict(zip(names, rows, strict=True))
+    model = make_onnx([call], {"x": ["n", 2]}, {"y": ["m", 2]}, constants, opset)
     mod, _ = rq.load(model)
     executor = rq.Executor(rq.compile(mod))
     for size in range(6):
@@ -309,15 +299,8 @@ def test_split__into_parts_without_elements(parts, opset):
     call = helper.make_node("Split", ["x"] + ["parts"] * (not given), names, axis=-1, **given)
     join = helper.make_node("Concat", [*names, *names[:1]], ["y"], axis=1)
     constants = {} if given else {"parts": np.array(parts)}
-    graph = helper.make_graph(
-        [call, join],
-        "split",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3 + parts[0]])],
-        [numpy_helper.from_array(value, name) for name, value in constants.items()],
-    )
-    opsets = [helper.make_opsetid("", opset)]
-    compiled = Compiled(helper.make_model(graph, opset_imports=opsets, ir_version=8))
+    result = {"y": ["n", 3 + parts[0]]}
+    compiled = Compiled(make_onnx([call, join], {"x": ["n", 3]}, result, constants, opset))
     for size in (2, 0):
         compiled.check({"x": RNG.standard_normal((size, 3)).astype("float32")})
 
@@ -418,14 +401,9 @@ def test_slice__bounds_inside_and_outside_of_the_axis(size):
         helper.make_node("Slice", ["x", names[a], names[b], names[0], names[c]], [f"y{at}"])
         for at, (a, b, c) in enumerate(bounds)
     ]
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", 1, [size, 2])],
-        [helper.make_tensor_value_info(node.output[0], 1, None) for node in nodes],
-        [numpy_helper.from_array(np.array([n]), name) for n, name in names.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    results = {node.output[0]: None for node in nodes}
+    constants = {name: np.array([n]) for n, name in names.items()}
+    model = make_onnx(nodes, {"x": [size, 2]}, results, constants)
     exe = rq.Executor(rq.compile(rq.load(model)[0]))
     for rows in (1, 2, 5) if size == "n" else (size,):
         x = np.arange(2 * rows, dtype="float32").reshape(rows, 2)
@@ -438,15 +416,8 @@ def test_slice__bounds_inside_and_outside_of_the_axis(size):
 @pytest.mark.parametrize("size", ["n", 3])
 def test_slice__of_no_axes(size):
     call = helper.make_node("Slice", ["x", "none", "none", "none"], ["y"])
-    graph = helper.make_graph(
-        [call],
-        "g",
-        [helper.make_tensor_value_info("x", 1, [size, 2])],
-        [helper.make_tensor_value_info("y", 1, [size, 2])],
-        [numpy_helper.from_array(np.zeros(0, "int64"), "none")],
-    )
-    opsets = [helper.make_opsetid("", 17)]
-    compiled = Compiled(helper.make_model(graph, opset_imports=opsets, ir_version=8))
+    types = {"x": [size, 2]}, {"y": [size, 2]}
+    compiled = Compiled(make_onnx([call], *types, {"none": np.zeros(0, "int64")}))
     compiled.check({"x": RNG.standard_normal((3, 2)).astype("float32")})
 
 
@@ -454,18 +425,9 @@ def test_slice__of_no_axes(size):
 def test_slice__along_an_axis_that_is_counted_from_the_end(bounds):
     names = ("start", "end", "axis", "step")
     values = (*bounds[:2], -1, bounds[2])
-    graph = helper.make_graph(
-        [helper.make_node("Slice", ["x", *names], ["y"])],
-        "g",
-        [helper.make_tensor_value_info("x", 1, ["n", "k"])],
-        [helper.make_tensor_value_info("y", 1, None)],
-        [
-            numpy_helper.from_array(np.array([n]), name)
-            for name, n in zip(names, values, strict=True)
-        ],
-    )
-    opsets = [helper.make_opsetid("", 17)]
-    compiled = Compiled(helper.make_model(graph, opset_imports=opsets, ir_version=8))
+    call = helper.make_node("Slice", ["x", *names], ["y"])
+    constants = {name: np.array([n]) for name, n in zip(names, values, strict=True)}
+    compiled = Compiled(make_onnx([call], {"x": ["n", "k"]}, {"y": None}, constants))
     compiled.check({"x": RNG.standard_normal((3, 4)).astype("float32")})
 
 

@@ -8,11 +8,11 @@ from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
-import onnx
 import pytest
 import tvm
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 from onnx_node_cases import TARGET
 from onnx_runtime import run_onnxruntime
 from tvm import relax
@@ -76,13 +76,8 @@ CASES = [(row, dtype) for row in ROWS for dtype in TYPES if row[0] != "Celu" or 
 
 def compute(op, attributes, data):
     """What the compiled operator makes of the data."""
-    name = helper.np_dtype_to_tensor_dtype(data.dtype)
-    types = {"x": name, "y": attributes.get("to", name)}
-    infos = [helper.make_tensor_value_info(each, types[each], data.shape) for each in types]
     node = helper.make_node(op, ["x"], ["y"], **attributes)
-    graph = helper.make_graph([node], "one", infos[:1], infos[1:])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
-    mod, _ = rq.load(model)
+    mod, _ = rq.load(make_onnx([node], {"x": data}, "y", (), 22))
     machine = relax.VirtualMachine(rq.compile(mod, TARGET), tvm.cpu())
     return machine["main"](tvm.runtime.tensor(data)).numpy()
 
@@ -147,21 +142,12 @@ NARROW = (
 @pytest.mark.parametrize(("op", "attributes", "constants"), NARROW, ids=[row[0] for row in NARROW])
 def test_bfloat16__as_the_reference_evaluator(op, attributes, constants):
     data = np.random.default_rng(0).standard_normal((3, 4)).astype(ml_dtypes.bfloat16)
-    weights = [
-        numpy_helper.from_array(
-            each.astype(ml_dtypes.bfloat16) if each.dtype.kind == "f" else each, name
-        )
+    weights = {
+        name: each.astype(ml_dtypes.bfloat16) if each.dtype.kind == "f" else each
         for name, each in constants.items()
-    ]
+    }
     node = helper.make_node(op, ["x", *constants], ["y"], **attributes)
-    graph = helper.make_graph(
-        [node],
-        "one",
-        [helper.make_tensor_value_info("x", TensorProto.BFLOAT16, data.shape)],
-        [onnx.ValueInfoProto(name="y")],
-        weights,
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    model = make_onnx([node], {"x": data}, "y", weights, 18)
     mod, _ = rq.load(model)
     machine = relax.VirtualMachine(rq.compile(mod, TARGET), tvm.cpu())
     found = machine["main"](tvm.runtime.tensor(data)).numpy()
@@ -194,17 +180,9 @@ def test_bounds__keep_nan_as_onnx_runtime(at):
     op, attributes, numbers = BOUNDS[at]
     x = np.float32([1, -2, np.nan, 0.5, -0.25, np.inf, 7, np.nan])
     data = {"x": x} if numbers or op not in ("Max", "Min") else {"x": x, "z": x[::-1].copy()}
-    constants = [numpy_helper.from_array(np.float32(c), f"c{k}") for k, c in enumerate(numbers)]
-    names = [*data, *(tensor.name for tensor in constants)]
-    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, x.shape) for name in data]
-    graph = helper.make_graph(
-        [helper.make_node(op, names, ["y"], **attributes)],
-        "bounds",
-        infos,
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, x.shape)],
-        constants,
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    constants = {f"c{k}": np.float32(number) for k, number in enumerate(numbers)}
+    node = helper.make_node(op, [*data, *constants], ["y"], **attributes)
+    model = make_onnx([node], data, {"y": x.shape}, constants, 18)
     (want,) = run_onnxruntime(model, data, rewrites=False)
     mod, _ = rq.load(model)
     machine = relax.VirtualMachine(rq.compile(mod, TARGET), tvm.cpu())
@@ -219,11 +197,8 @@ def test_narrow_bounds__keep_nan_as_numpy(op, dtype):
     narrow = TYPES[dtype]
     x = np.array([1, -2, np.nan, 0.5, -0.0, np.inf, 7, np.nan], narrow)
     data = {"x": x} if op == "Sign" else {"x": x, "z": x[::-1].copy()}
-    kind = helper.np_dtype_to_tensor_dtype(np.dtype(narrow))
-    infos = [helper.make_tensor_value_info(name, kind, x.shape) for name in (*data, "y")]
     node = helper.make_node(op, [*data], ["y"])
-    graph = helper.make_graph([node], "narrow", infos[:-1], infos[-1:])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    model = make_onnx([node], data, {"y": x}, (), 18)
     function = {"Sign": np.sign, "Max": np.maximum, "Min": np.minimum}[op]
     with np.errstate(all="ignore"):
         want = function(*(array.astype("float32") for array in data.values()))
@@ -252,19 +227,13 @@ def test_constants__folded_with_nan_as_the_evaluator(at, dtype):
     x = np.array([1, -2, np.nan, 0.5, -0.25, np.inf, 7, np.nan], dtype)
     arrays = [x, *(np.array(c, dtype) for c in numbers)]
     arrays += [x[::-1].copy()] if op in ("Max", "Min") and not numbers else []
-    constants = [numpy_helper.from_array(array, f"c{k}") for k, array in enumerate(arrays)]
-    graph = helper.make_graph(
-        [
-            helper.make_node(op, [tensor.name for tensor in constants], ["v"], **attributes),
-            helper.make_node("Cast", ["v"], ["wide"], to=TensorProto.FLOAT),
-            helper.make_node("Add", ["x", "wide"], ["y"]),
-        ],
-        "folded",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])],
-        [onnx.ValueInfoProto(name="y")],
-        constants,
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    constants = {f"c{k}": array for k, array in enumerate(arrays)}
+    nodes = [
+        helper.make_node(op, [*constants], ["v"], **attributes),
+        helper.make_node("Cast", ["v"], ["wide"], to=TensorProto.FLOAT),
+        helper.make_node("Add", ["x", "wide"], ["y"]),
+    ]
+    model = make_onnx(nodes, {"x": [1]}, "y", constants, 18)
     zero = np.zeros(1, "float32")
     with np.errstate(all="ignore"):
         (want,) = ReferenceEvaluator(model).run(None, {"x": zero})

@@ -6,7 +6,8 @@ import numpy as np
 import onnx
 import onnx.reference
 import pytest
-from onnx import TensorProto, helper
+from onnx import helper
+from onnx_models import make_onnx
 
 import relayquant as rq
 from relayquant.errors import ModelError
@@ -21,13 +22,9 @@ def make_filter() -> onnx.ModelProto:
         helper.make_node("Sub", ["h_next", "new"], ["y"]),
     ]
 
-    def declare(*names: str) -> list[onnx.ValueInfoProto]:
-        return [helper.make_tensor_value_info(n, TensorProto.FLOAT, (1, 3)) for n in names]
-
-    graph = helper.make_graph(
-        nodes, "filter", declare("h", "x", "old"), declare("h_next", "y", "new")
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    shape = (1, 3)
+    ends = dict.fromkeys(("h_next", "y", "new"), shape)
+    return make_onnx(nodes, dict.fromkeys(("h", "x", "old"), shape), ends)
 
 
 @pytest.mark.parametrize("pairs", [{"h": "h_next", "old": "new"}, {"h": 0, "old": 2}])

@@ -21,6 +21,7 @@ import pytest
 import tvm
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 from onnx_node_cases import TARGET, find_difference
 from tvm import relax
 
@@ -284,17 +285,7 @@ def make_model(row: Row, opset: int, rng) -> tuple[onnx.ModelProto, dict[str, np
     }
     outputs = [f"y{at}" for at in range(row.outputs)]
     node = helper.make_node(row.op, names, outputs, **attributes)
-    infos = [
-        helper.make_tensor_value_info(
-            name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape
-        )
-        for name, value in data.items()
-    ]
-    graph = helper.make_graph(
-        [node], "one", infos, [onnx.ValueInfoProto(name=name) for name in outputs], constants
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
-    return model, data
+    return make_onnx([node], data, outputs, constants, opset), data
 
 
 def find_reference(row: Row, model: onnx.ModelProto, data) -> list[np.ndarray] | None:

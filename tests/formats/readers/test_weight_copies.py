@@ -10,6 +10,7 @@ import onnx
 import pytest
 import tvm
 from onnx import TensorProto, helper, numpy_helper
+from onnx_models import make_onnx
 from tvm.script import ir as I
 from tvm.script import relax as R
 
@@ -98,11 +99,9 @@ def test_params_of_a_file_that_is_mapped__may_change_afterwards(tmp_path):
     assert_unchanged(mod, lambda: mapped.__imul__(3))
 
 
-def make_onnx(weight):
+def make_product(weight):
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 4]) for name in ("x", "y")]
-    graph = helper.make_graph(nodes, "g", values[:1], values[1:], [weight])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    return make_onnx(nodes, {"x": [2, 4]}, {"y": [2, 4]}, [weight], 13)
 
 
 @pytest.mark.parametrize("is_raw", [True, False])
@@ -110,7 +109,7 @@ def test_onnx_model__may_change_afterwards(is_raw):
     weight = numpy_helper.from_array(WEIGHT, "w")
     if not is_raw:
         weight = helper.make_tensor("w", TensorProto.FLOAT, (4, 4), WEIGHT.ravel())
-    model = make_onnx(weight)
+    model = make_product(weight)
     mod, _ = rq.load(model)
     (stored,) = model.graph.initializer
 
@@ -125,7 +124,7 @@ def test_onnx_model__may_change_afterwards(is_raw):
 
 def test_onnx_external_data__may_be_overwritten_afterwards(tmp_path):
     path, data = tmp_path / "model.onnx", tmp_path / "w.bin"
-    model = make_onnx(numpy_helper.from_array(WEIGHT, "w"))
+    model = make_product(numpy_helper.from_array(WEIGHT, "w"))
     onnx.save(model, path, save_as_external_data=True, location=data.name, size_threshold=0)
     mod, _ = rq.load(path)
     with data.open("r+b") as file:

@@ -12,6 +12,7 @@ import pytest
 import tvm
 from float_models import MAP, build_model, draw_batches, residual_model
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 from tvm import relax, tirx
 
@@ -226,20 +227,11 @@ def test_symbolic_sizes__that_do_not_fit_are_refused(tmp_path):
 
 def test_symbolic_sizes__of_parts_below_zero_are_refused(tmp_path):
     """As ONNX Runtime does it with the Split that was read."""
-    graph = onnx.helper.make_graph(
-        [
-            onnx.helper.make_node("Split", ["x", "parts"], ["a", "b"], axis=0),
-            onnx.helper.make_node("Concat", ["b", "a"], ["y"], axis=0),
-        ],
-        "parts",
-        [
-            onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 3]),
-            onnx.helper.make_tensor_value_info("parts", onnx.TensorProto.INT64, [2]),
-        ],
-        [onnx.ValueInfoProto(name="y")],
-    )
-    opsets = [onnx.helper.make_opsetid("", 13)]
-    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    nodes = [
+        onnx.helper.make_node("Split", ["x", "parts"], ["a", "b"], axis=0),
+        onnx.helper.make_node("Concat", ["b", "a"], ["y"], axis=0),
+    ]
+    model = make_onnx(nodes, {"x": ["n", 3], "parts": ("int64", [2])}, "y", (), 13)
     path = rq.export_onnx(rq.load(model)[0], tmp_path / "m.onnx")
     x = np.random.default_rng(0).normal(size=(5, 3)).astype("float32")
     for parts in ([1, 4], [0, 5], [5, 0]):
@@ -256,15 +248,7 @@ def test_symbolic_sizes__of_parts_below_zero_are_refused(tmp_path):
 @pytest.mark.parametrize("reverse", [0, 1])
 def test_cumulative_sum__is_written_as_it_was_read(reverse, exclusive, tmp_path):
     node = onnx.helper.make_node("CumSum", ["x", "at"], ["y"], reverse=reverse, exclusive=exclusive)
-    graph = onnx.helper.make_graph(
-        [node],
-        "sums",
-        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 4])],
-        [onnx.ValueInfoProto(name="y")],
-        [onnx.numpy_helper.from_array(np.array(-1), "at")],
-    )
-    opsets = [onnx.helper.make_opsetid("", 14)]
-    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    model = make_onnx([node], {"x": ["n", 4]}, "y", {"at": -1}, 14)
     mod, _ = rq.load(model)
     path = rq.export_onnx(mod, tmp_path / "m.onnx")
     x = np.random.default_rng(0).normal(size=(3, 4)).astype("float32")

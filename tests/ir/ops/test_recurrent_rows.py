@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import helper
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
@@ -23,15 +24,7 @@ def make_model(op, steps):
     rows = GATES[op] * UNITS
     weights = {"W": draw(1, rows, INPUTS), "R": draw(1, rows, UNITS), "B": draw(1, 2 * rows)}
     node = helper.make_node(op, ["X", *weights], ["Y"], "layer", hidden_size=UNITS)
-    info = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        [node],
-        "test",
-        [info("X", onnx.TensorProto.FLOAT, (steps, 1, INPUTS))],
-        [info("Y", onnx.TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(array, name) for name, array in weights.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 14)], ir_version=8)
+    return make_onnx([node], {"X": (steps, 1, INPUTS)}, "Y", weights, 14)
 
 
 def quantize(op, steps=12, **settings):

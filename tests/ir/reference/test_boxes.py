@@ -6,7 +6,8 @@ from itertools import product
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
@@ -27,23 +28,14 @@ def make_file(limits, center: int, opset: int):
     while not inputs[-1]:
         inputs.pop()
     dtypes = ("int64", "float32", "float32")
-    constants = [
-        numpy_helper.from_array(np.array([value], dtype), name)
+    constants = {
+        name: np.array([value], dtype)
         for name, value, dtype in zip(names, limits, dtypes, strict=True)
         if value is not None
-    ]
+    }
     node = helper.make_node("NonMaxSuppression", inputs, ["y"], center_point_box=center)
-    graph = helper.make_graph(
-        [node],
-        "boxes",
-        [
-            helper.make_tensor_value_info("boxes", TensorProto.FLOAT, (BATCH, BOXES, 4)),
-            helper.make_tensor_value_info("scores", TensorProto.FLOAT, (BATCH, CLASSES, BOXES)),
-        ],
-        [helper.make_tensor_value_info("y", TensorProto.INT64, None)],
-        constants,
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    shapes = {"boxes": (BATCH, BOXES, 4), "scores": (BATCH, CLASSES, BOXES)}
+    return make_onnx([node], shapes, {"y": ("int64", None)}, constants, opset)
 
 
 def check_file(limits, center: int, opset: int, *, is_compiled: bool = False) -> None:

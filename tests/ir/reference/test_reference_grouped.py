@@ -6,6 +6,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from onnx import helper
+from onnx_models import make_onnx
+from onnx_runtime import run_onnxruntime
 
 from relayquant.base.packing import CODE_BITS, count_groups, pack_codes
 from relayquant.errors import QnnError
@@ -154,31 +157,18 @@ def test_grouped_take__rows_of_the_decoded_weight():
 
 @pytest.mark.parametrize("has_zeros", [False, True])
 def test_grouped_dense__as_matmul_nbits_of_onnx_runtime(has_zeros):
-    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
     rng = np.random.default_rng(2)
     _, packed, scale, zeros = draw_weight(rng, (7, 64), 4, 32, has_zeros)
     x = rng.normal(size=(3, 64)).astype("float32")
     initializers = {"b": packed.reshape(7, 2, 16), "s": scale.reshape(-1)}
     if has_zeros:
         initializers["z"] = pack_codes(zeros, 4).reshape(-1)
-    helper = onnx.helper
     node = helper.make_node(
         "MatMulNBits", ["x", *initializers], ["y"], domain="com.microsoft", K=64, N=7, bits=4,
         block_size=32,
     )  # fmt: skip
-    graph = helper.make_graph(
-        [node],
-        "g",
-        [helper.make_tensor_value_info("x", 1, [3, 64])],
-        [helper.make_tensor_value_info("y", 1, [3, 7])],
-        [onnx.numpy_helper.from_array(array, name) for name, array in initializers.items()],
-    )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    session = runtime.InferenceSession(
-        model.SerializeToString(), providers=["CPUExecutionProvider"]
-    )
-    (expected,) = session.run(None, {"x": x})
+    model = make_onnx([node], {"x": x}, {"y": [3, 7]}, initializers, 21)
+    (expected,) = run_onnxruntime(model, {"x": x})
     found = qnn.grouped_dense(x, 1.0, packed, scale, zeros, bits=4, group_size=32, features=64)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 

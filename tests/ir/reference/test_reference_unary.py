@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
+from onnx import helper
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 
 from relayquant.ir.reference.unary import RELAX_UNARY, UNARY, evaluate_formula
 
@@ -24,9 +25,7 @@ def in_domain(row):
 
 
 def evaluate_onnx(op, x):
-    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy"]
-    graph = helper.make_graph([helper.make_node(op, ["x"], ["y"])], "g", value[:1], value[1:])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)])
+    model = make_onnx([helper.make_node(op, ["x"], ["y"])], {"x": None}, "y", (), 20)
     return ReferenceEvaluator(model).run(None, {"x": x})[0]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
@@ -42,19 +43,9 @@ SIZES = {
 
 def make_file(nodes, inputs, outputs) -> onnx.ModelProto:
     used = {name for node in nodes for name in node.input}
-    graph = helper.make_graph(
-        nodes,
-        "sizes",
-        [
-            helper.make_tensor_value_info(
-                name, helper.np_dtype_to_tensor_dtype(np.asarray(array).dtype), np.shape(array)
-            )
-            for name, array in inputs.items()
-        ],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
-        [numpy_helper.from_array(a, name) for name, a in WEIGHTS.items() if name in used],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    arrays = {name: np.asarray(array) for name, array in inputs.items()}
+    weights = {name: array for name, array in WEIGHTS.items() if name in used}
+    model = make_onnx(nodes, arrays, dict.fromkeys(outputs), weights)
     return onnx.shape_inference.infer_shapes(model)
 
 
@@ -115,19 +106,12 @@ def test_sizes_of_the_run_time__between_products(name):
         *(helper.make_node("MatMul", [part, "v2"], [f"{part}2"]) for part in parts),
     ]
     feeds = {"x": RNG.standard_normal((32, 8)).astype("float32")}
-    infos = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 8])]
+    infos: dict[str, object] = {"x": ["rows", 8]}
     if sizes is not None:
-        feeds["n"] = np.array(sizes)
-        infos.append(helper.make_tensor_value_info("n", TensorProto.INT64, [len(sizes)]))
+        feeds["n"] = infos["n"] = np.array(sizes)
     used = {each for node in nodes for each in node.input}
-    graph = helper.make_graph(
-        nodes,
-        "cuts",
-        infos,
-        [onnx.ValueInfoProto(name=f"{part}2") for part in parts],
-        [numpy_helper.from_array(array, each) for each, array in weights.items() if each in used],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    constants = {name: array for name, array in weights.items() if name in used}
+    model = make_onnx(nodes, infos, [f"{part}2" for part in parts], constants, opset)
     module = rq.quantize(*rq.load(model), [tuple(feeds.values())] * 2)
     machine = rq.Executor(rq.compile(module))
     found = machine.run("main", [feeds[param.name] for param in module["main"].params])

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
@@ -103,15 +104,7 @@ class Builder:
         ]
         self.nodes.append(helper.make_node(op, parts, ["y"], **attributes))
         output = self.quantize("y", None, 0, shifted=True) if closed else "y"
-        graph = helper.make_graph(
-            self.nodes,
-            "g",
-            [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-            [helper.make_tensor_value_info(output, TensorProto.FLOAT, result)],
-            self.constants,
-        )
-        opsets = [helper.make_opsetid("", 13)]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+        model = make_onnx(self.nodes, {"x": shape}, {output: result}, self.constants, 13)
         onnx.checker.check_model(model, full_check=True)
         return model, {"x": self.rng.normal(size=shape).astype("float32")}
 
@@ -192,9 +185,5 @@ def test_quantize__weights_that_are_integers_beside_float_data(name, per_channel
     b = Builder()
     parts = ["x", b.weight(weight, out if per_channel else None)]
     b.nodes.append(helper.make_node(op, parts, ["y"], **attributes))
-    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)]
-    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, result)]
-    graph = helper.make_graph(b.nodes, "g", inputs, outputs, b.constants)
-    opsets = [helper.make_opsetid("", 13)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    model = make_onnx(b.nodes, {"x": shape}, {"y": result}, b.constants, 13)
     assert measure_sqnr(model, {"x": b.rng.normal(size=shape).astype("float32")}) > 35

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
@@ -55,18 +56,9 @@ TIES = {"prelu", "slopes"}
 
 
 def make_file(nodes, constants) -> onnx.ModelProto:
-    graph = helper.make_graph(
-        nodes,
-        "constants",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, SHAPE)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()],
-    )
     used = {name for node in nodes for name in node.input}
-    kept = [each for each in graph.initializer if each.name in used]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    kept = {name: array for name, array in constants.items() if name in used}
+    model = make_onnx(nodes, {"x": SHAPE}, {"y": None}, kept)
     return onnx.shape_inference.infer_shapes(model)
 
 

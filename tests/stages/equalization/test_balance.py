@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tvm
 from float_models import Chain, build_model, draw_batches
-from onnx import helper, numpy_helper
+from onnx import helper
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 from tvm import relax
 
 import relayquant as rq
@@ -160,20 +161,19 @@ def test_scale_layers__same_function_says_the_onnx_evaluator(kind: str) -> None:
 def run_onnx(mod: tvm.IRModule, x: np.ndarray) -> np.ndarray:
     """conv, add, relu, conv of a module by the reference evaluator of onnx, in float32."""
     graph = Graph(mod)
-    nodes, constants, value = [], [], "x"
+    nodes, constants, value = [], {}, "x"
     for i, binding in enumerate(b for b in graph.bindings if graph.op_name(b.var)):
         kind, call = graph.op_name(binding.var), graph.values[binding.var]
         array = constant_value(call.args[1]) if len(call.args) > 1 else None
         if array is not None:
-            constants.append(numpy_helper.from_array(array, f"c{i}"))
+            constants[f"c{i}"] = array
         name = {"relax.add": "Add", "relax.nn.relu": "Relu"}.get(kind, "Conv")
         name += "Transpose" if kind.endswith("transpose") else ""
         attrs = {"group": int(call.attrs.groups)} if name.startswith("Conv") else {}
         inputs = [value] if array is None else [value, f"c{i}"]
         value = f"v{i}"
         nodes.append(helper.make_node(name, inputs, [value], **attrs))
-    ends = [helper.make_tensor_value_info(name, 1, None) for name in ("x", value)]
-    model = helper.make_model(helper.make_graph(nodes, "g", ends[:1], ends[1:], constants))
+    model = make_onnx(nodes, {"x": None}, [value], constants)
     return ReferenceEvaluator(model).run(None, {"x": x})[0]
 
 

@@ -9,7 +9,8 @@ import warnings
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import helper
+from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 from tvm import relax
 
@@ -21,16 +22,8 @@ OPS |= {"mean": "batch_norm", "var": "batch_norm", "M": "matmul", "C": "add"}
 
 def make_model(tmp_path, nodes, constants, input_shape, output_shape):
     """What `load` gives for an ONNX model with input x and output y."""
-    graph = helper.make_graph(
-        nodes,
-        "model",
-        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, input_shape)],
-        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, output_shape)],
-        [numpy_helper.from_array(array, name) for name, array in constants.items()],
-    )
-    opset = [helper.make_opsetid("", 17)]
     path = tmp_path / "model.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=8), path)
+    onnx.save(make_onnx(nodes, {"x": input_shape}, {"y": output_shape}, constants), path)
     return rq.load(path)
 
 

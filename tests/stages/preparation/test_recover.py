@@ -9,6 +9,7 @@ import onnx
 import pytest
 from float_models import as_main
 from onnx import TensorProto, helper
+from onnx_models import make_onnx
 from tvm import relax, te, tirx, topi
 from tvm.relax.frontend.onnx import from_onnx
 from tvm.script import relax as R
@@ -18,17 +19,8 @@ from relayquant.stages.preparation import prepare_module
 
 
 def make_model(nodes, shape, constants=(), opset=13):
-    graph = helper.make_graph(
-        nodes,
-        "test",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        list(constants),
-    )
-    opsets = [helper.make_opsetid("", opset)]
-    return onnx.shape_inference.infer_shapes(
-        helper.make_model(graph, opset_imports=opsets, ir_version=8)
-    )
+    model = make_onnx(nodes, {"x": shape}, {"y": None}, constants, opset)
+    return onnx.shape_inference.infer_shapes(model)
 
 
 def import_with_tvm(model):

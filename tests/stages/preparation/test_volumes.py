@@ -11,8 +11,9 @@ from drawing import count_examples
 from float_models import as_main, ask_for, build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make_onnx
 from tvm import relax
 from tvm.relax import op
 from tvm.script import ir as I
@@ -177,16 +178,7 @@ def test_quantize__volumes_are_integers():
 
 def evaluate(node: onnx.NodeProto, x: np.ndarray, **constants: np.ndarray):
     """(what ONNX's evaluator gives, what we give compiled) of a model of one node and a ReLU."""
-    tensors = [numpy_helper.from_array(value, name) for name, value in constants.items()]
-    graph = helper.make_graph(
-        [node, helper.make_node("Relu", ["y"], ["z"])],
-        "one",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, x.shape)],
-        [helper.make_tensor_value_info("z", TensorProto.FLOAT, None)],
-        tensors,
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    model.ir_version = 8
+    model = make_onnx([node, helper.make_node("Relu", ["y"], ["z"])], {"x": x}, "z", constants)
     wanted = ReferenceEvaluator(model).run(None, {"x": x})[0]
     prepared = prepare_module(*rq.load(model))
     assert not any("3d" in name for name in operators(prepared))
