@@ -1,4 +1,4 @@
-"""Resizes of images -> the kernel of a linear one, or a loop that fuses; part of `table`."""
+"""Resizes and samples of images -> kernels of linear ones, or loops that fuse; part of `table`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from tvm import relax, te, tirx
 from tvm.ir import Call
 
+from relayquant.codegen.kernels.floating.grid_sample import GridSample, make_grid_sample
 from relayquant.codegen.kernels.floating.resize import (
     MODES,
     LinearResize,
@@ -75,4 +76,39 @@ def read_linear_resize(call: Call) -> tuple[bool, LinearResize] | None:
     return (symbolic, spec) if spec.is_worth and is_cpu_target() else None
 
 
-RESIZING_LEGALIZATIONS = {"relax.image.resize2d": legalize_resize}
+def legalize_grid_sample(builder: relax.BlockBuilder, call: Call) -> Any:
+    """Legalize a grid_sample: a bilinear one of several channels has a kernel."""
+    found = read_grid_sample(call)
+    if found is None:
+        return legalize_as_tvm(builder, call)
+    symbolic, spec = found
+    func = build_for_batch(lambda: make_grid_sample(spec), symbolic, (0, 1, 2))
+    kernel = builder.add_func(mark_kernel(func, macs=0), "grid_sample")
+    return relax.call_tir(kernel, list(call.args), call.ty)
+
+
+def read_grid_sample(call: Call) -> tuple[bool, GridSample] | None:
+    """Read a grid_sample that has a kernel: (whether the batch is symbolic, its specification).
+
+    Sizes but the batch are static. None for any other one.
+    """
+    attrs, values = call.attrs, (*call.args, call)
+    padding = str(attrs.padding_mode)
+    if str(attrs.method) != "bilinear" or padding not in ("zeros", "border"):
+        return None
+    if str(attrs.layout) != "NCHW" or not all(map(is_float32, values)):
+        return None
+    shapes = [found for value in values if (found := split_batch(value)) is not None]
+    if len(shapes) != 3 or len({symbolic for symbolic, _ in shapes}) != 1:
+        return None
+    (symbolic, sizes), _, (_, result) = shapes
+    if len(sizes) != 4:
+        return None
+    spec = GridSample(*sizes, *result[2:], bool(attrs.align_corners), padding == "border")
+    return (symbolic, spec) if spec.is_worth and is_cpu_target() else None
+
+
+RESIZING_LEGALIZATIONS = {
+    "relax.image.grid_sample": legalize_grid_sample,
+    "relax.image.resize2d": legalize_resize,
+}
