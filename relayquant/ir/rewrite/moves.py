@@ -5,11 +5,12 @@ an axis of one value is in another.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.ir.rewrite.expressions import op_name, same_extents, shape_of
 from relayquant.ir.rewrite.graph import Graph, call_name, static_size, tensor_shape
 
 #: same elements in the same order, other shape
@@ -52,6 +53,27 @@ def find_moved(graph: Graph, expr: relax.Expr) -> Call | None:
     while call is not None and call_name(call) in MOVES:
         call = graph.call_of(call.args[0])
     return call
+
+
+def find_repeated_matrix(
+    expr: relax.Expr, call_of: Callable[[relax.Expr], Call | None]
+) -> relax.Expr | None:
+    """Return the one matrix (1, ..., K, N) or (K, N) that a value (..., K, N) repeats.
+
+    PyTorch writes a linear layer so, if its data is not in the order of memory: it repeats the
+    weight for each sample, often as many as only the run knows. `call_of` returns the call that
+    computes a value. None if `expr` repeats nothing, or holds other matrices.
+    """
+    sizes, value = shape_of(expr), expr
+    while len(shape_of(value)) > 2:
+        call = call_of(value)
+        if call is None or op_name(call) not in ("relax.broadcast_to", *RESHAPES):
+            break
+        if not same_extents(shape_of(call.args[0])[-2:], sizes[-2:]):
+            break
+        value = call.args[0]
+    is_one = all(static_size(size) == 1 for size in shape_of(value)[:-2])
+    return value if value is not expr and is_one and len(shape_of(value)) >= 2 else None
 
 
 def list_permutation(call: Call) -> list[int]:

@@ -8,9 +8,9 @@ import numpy as np
 from tvm import relax
 
 from relayquant.ir.rewrite.editor import Editor
-from relayquant.ir.rewrite.expressions import same_extents
+from relayquant.ir.rewrite.expressions import same_extents, shape_of
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
-from relayquant.ir.rewrite.moves import list_permutation
+from relayquant.ir.rewrite.moves import find_repeated_matrix, list_permutation
 from relayquant.ir.rewrite.rule import Skip, decline
 from relayquant.stages.preparation.tensors import is_constant, make_const
 
@@ -96,6 +96,24 @@ def squeeze_weight(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         factors = (data, squeezed) if at else (squeezed, data)
         return relax.op.matmul(*factors, call.attrs.out_dtype)
     return decline("no constant operand repeats one matrix for each product")
+
+
+def read_matrix_once(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """matmul(x (..., M, K), repeated(w (K, N))) -> matmul(x, w), where broadcast_to and reshapes
+    repeat the constant w for each matrix of x; the same for matmul(repeated(w (M, K)), x).
+
+    The number of matrices may be known only at run time, or be too large for a constant.
+    """
+    call = editor.call_of(var)
+    for at in (1, 0):
+        data, factor = call.args[1 - at], call.args[at]
+        matrix = find_repeated_matrix(factor, editor.call_of)
+        if matrix is None or not is_constant(editor, matrix):
+            continue
+        if same_extents(shape_of(data)[:-2], shape_of(factor)[:-2]):
+            factors = (data, matrix) if at else (matrix, data)
+            return relax.op.matmul(*factors, call.attrs.out_dtype)
+    return decline("no operand repeats one constant matrix for each product")
 
 
 def split_stack(editor: Editor, var: relax.Var) -> relax.Expr | Skip:

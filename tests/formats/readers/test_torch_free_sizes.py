@@ -9,6 +9,7 @@ import pytest
 
 import relayquant as rq
 from relayquant.formats.readers import import_torch
+from relayquant.ir.rewrite.expressions import list_bindings, op_name
 from relayquant.ir.rewrite.graph import call_name
 
 torch = pytest.importorskip("torch", reason="pip install torch")
@@ -242,3 +243,37 @@ def test_write_of_a_slice__has_no_empty_part(key):
         if call_name(binding.value) == "relax.concat"
     )
     assert len(joined.args[0].fields) == 2
+
+
+def test_attention_of_batches__repeats_no_weight():
+    """PyTorch writes the first layers as a product per place, of as many copies of the weight."""
+    attention = torch.nn.MultiheadAttention(16, 4, batch_first=True).eval().requires_grad_(False)
+
+    def attend(query, key):
+        return attention(query, key, key, need_weights=False)[0]
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, query, key):
+            return attend(query, key)
+
+    def make(n, length):
+        return torch.randn(n, 5, 16), torch.randn(n, length, 16)
+
+    free = {"n": torch.export.Dim("n", max=16), "l": torch.export.Dim("l", min=4, max=32)}
+    shapes = ({0: free["n"]}, {0: free["n"], 1: free["l"]})
+    mod, _ = import_torch(torch.export.export(Module(), make(3, 8), dynamic_shapes=shapes))
+    ranks = [
+        tuple(operand.ty.ndim for operand in binding.value.args)
+        for binding in list_bindings(mod["main"])
+        if op_name(binding.value) == "relax.matmul"
+    ]
+    assert sum(second == 2 for _, second in ranks) == 3  # queries; keys and values; the result
+    executor = rq.Executor(rq.compile(mod))
+    for sizes in ((3, 8), (1, 5), (7, 11)):
+        inputs = make(*sizes)
+        (got,) = executor.run("main", [each.numpy() for each in inputs])
+        np.testing.assert_allclose(got, attend(*inputs).numpy(), rtol=1e-5, atol=1e-5)

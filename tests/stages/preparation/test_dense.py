@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm
 from float_models import as_main
 from tvm import relax
 from tvm.script import ir as I
@@ -11,6 +12,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relayquant as rq
+from relayquant.ir.rewrite.expressions import list_bindings, op_name
 from relayquant.ir.rewrite.function import make_main
 from relayquant.stages.preparation import prepare_module
 
@@ -21,6 +23,10 @@ B = relax.const(RNG.standard_normal(4).astype("float32"))
 
 def draw(*shape: int) -> np.ndarray:
     return RNG.standard_normal(shape).astype("float32")
+
+
+def list_operators(mod: tvm.IRModule) -> list[str]:
+    return [op_name(binding.value).removeprefix("relax.") for binding in list_bindings(mod["main"])]
 
 
 @pytest.mark.slow
@@ -209,6 +215,62 @@ def test_repeated_weight__once(check_prepared, check_same_numbers):
 
     check_prepared(before, expected)
     check_same_numbers(before, draw(5, 2, 3))
+
+
+def build_free(*shapes: tuple[int, ...], emit) -> tvm.IRModule:
+    """main(x ("n", *shape), ...) of what `emit(n, builder, *inputs)` returns."""
+    n = tvm.tirx.Var("n", "int64")
+    inputs = [
+        relax.Var(f"x{i}", relax.TensorType([n, *shape], "float32"))
+        for i, shape in enumerate(shapes)
+    ]
+    return make_main(inputs, lambda builder: emit(n, builder, *inputs))
+
+
+def test_weight_repeated_at_run_time__once(check_prepared, check_same_numbers):
+    """PyTorch repeats a weight for each sample, of any number."""
+
+    def emit(n, builder, x):
+        one = builder.emit(relax.op.expand_dims(W, [0]))
+        copies = builder.emit(relax.op.broadcast_to(one, relax.ShapeExpr([n, 3, 4])))
+        views = builder.emit(relax.op.reshape(copies, relax.ShapeExpr([n, 3, 4])))
+        return relax.op.matmul(x, views)
+
+    before = build_free((2, 3), emit=emit)
+    check_prepared(before, build_free((2, 3), emit=lambda n, builder, x: relax.op.matmul(x, W)))
+    check_same_numbers(before, draw(5, 2, 3))
+
+
+def test_weight_repeated_at_run_time_on_the_left__comes_second(check_same_numbers):
+    def emit(n, builder, x):
+        copies = builder.emit(relax.op.broadcast_to(W, relax.ShapeExpr([n, 3, 4])))
+        return relax.op.matmul(copies, x)
+
+    before = build_free((4, 3), emit=emit)
+    assert "broadcast_to" not in list_operators(prepare_module(before))
+    check_same_numbers(before, draw(5, 4, 3))
+
+
+def test_weight_repeated_at_run_time__stays_where_it_makes_products():
+    """The number of products is that of the weights, not of the data."""
+
+    def emit(n, builder, like):
+        data = relax.const(draw(1, 2, 3))
+        copies = relax.op.broadcast_to(W, relax.ShapeExpr([n, 3, 4]))
+        return relax.op.matmul(builder.emit(relax.op.abs(data)), builder.emit(copies))
+
+    assert "broadcast_to" in list_operators(prepare_module(build_free((1,), emit=emit)))
+
+
+def test_matrix_of_a_repeated_stack__stays(check_same_numbers):
+    """Two matrices that are repeated are not one."""
+    stack = relax.const(draw(2, 1, 3, 4))
+
+    @as_main
+    def before(x: R.Tensor((2, 5, 2, 3), "float32")):
+        return R.matmul(x, R.broadcast_to(stack, R.shape([2, 5, 3, 4])))
+
+    check_same_numbers(before, draw(2, 5, 2, 3))
 
 
 def test_repeated_weight__stays_where_it_makes_products():

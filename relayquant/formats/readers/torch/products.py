@@ -7,9 +7,12 @@ from __future__ import annotations
 from typing import Any
 
 from tvm import relax
+from tvm.ir import Call
 
 from relayquant.formats.readers.torch.arguments import read_arguments
-from relayquant.ir.rewrite.graph import tensor_dtype
+from relayquant.ir.rewrite.expressions import op_name, same_extents, shape_of
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
+from relayquant.ir.rewrite.moves import MOVES, find_repeated_matrix
 
 #: (is transposed, number of axes in space) -> convolution
 CONVOLUTIONS = {
@@ -23,10 +26,32 @@ CONVOLUTIONS = {
 
 
 def emit_matmul(importer: Any, first: Any, second: Any) -> relax.Expr:
-    """Emit the product of two tensors of the same type, in this type."""
-    data = importer.env[first]
-    product = relax.op.matmul(data, importer.env[second], tensor_dtype(data))
-    return importer.block_builder.emit(product)
+    """Emit the product of two tensors of the same type, in this type.
+
+    A constant matrix that is repeated for each matrix of the data is not.
+    """
+    data, factor = importer.env[first], importer.env[second]
+    matrix = find_repeated_matrix(factor, importer.lookup_call)
+    is_alike = same_extents(shape_of(data)[:-2], shape_of(factor)[:-2])
+    if matrix is not None and is_alike and is_stored(importer, matrix):
+        factor = matrix
+    return importer.block_builder.emit(relax.op.matmul(data, factor, tensor_dtype(data)))
+
+
+def is_stored(importer: Any, value: relax.Expr) -> bool:
+    """Whether a value is a weight or a constant, or a part of one, perhaps transposed."""
+    builder, found = importer.block_builder, value
+    while isinstance(found, relax.Var | relax.TupleGetItem | Call):
+        if isinstance(found, relax.Var):
+            value, found = found, builder.lookup_binding(found)
+        elif isinstance(found, relax.TupleGetItem):
+            found = found.tuple_value
+        elif op_name(found) in (*MOVES, "relax.split", "relax.strided_slice"):
+            found = found.args[0]
+        else:
+            return False
+    is_weight = isinstance(value, relax.Var) and value.name in importer.constants
+    return is_weight or (found is not None and constant_value(found) is not None)
 
 
 def convert_matmul(node: Any, importer: Any) -> relax.Expr:

@@ -181,6 +181,7 @@ def _import_program(
         state = take_state(program)
         split_constants(program)
         constants = find_constants(program)
+        importer.constants = frozenset(constants)
         converters = {
             **OPERATORS,
             **COMPLEX_OPERATORS,
@@ -216,6 +217,7 @@ def make_importer() -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.copies: dict[Any, tvm.runtime.Tensor] = {}
+            self.constants: frozenset[str] = frozenset()  # inputs that are weights
 
         def _convert_pytorch_tensor_to_tvm(self, tensor: Any) -> tvm.runtime.Tensor:
             """Copy the tensor, because the exported module may be trained further. Tied weights
@@ -225,6 +227,13 @@ def make_importer() -> Any:
             if key not in self.copies:
                 self.copies[key] = copy_tensor(tensor)
             return self.copies[key]
+
+        def lookup_call(self, value: relax.Expr) -> Call | None:
+            """Return the call that computes a value, or None."""
+            if not isinstance(value, relax.Var):
+                return None
+            found = self.block_builder.lookup_binding(value)
+            return found if isinstance(found, Call) else None
 
         def _check_unsupported_func_type(self, nodes: Any) -> None:
             missing: dict[str, list[str]] = {}
