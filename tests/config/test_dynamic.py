@@ -13,6 +13,7 @@ from drawing import count_examples
 from float_models import MAP, build_model, draw_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operator_names import list_operators
 from tvm import relax
 from tvm.relax import op
 
@@ -47,11 +48,6 @@ def chain_model() -> tvm.IRModule:
         return emit("c", op.add(emit.dense("c.dot", b, 5), emit.constant(5)))
 
     return build_model(body, ("n", 20))
-
-
-def operators(mod: tvm.IRModule) -> list[str]:
-    graph = Graph(mod)
-    return [graph.op_name(b.var).removeprefix("relax.") for b in graph.bindings]
 
 
 def run(mod: tvm.IRModule, x: np.ndarray) -> np.ndarray:
@@ -206,8 +202,8 @@ def test_reference_form__readers_share_the_parameters():
 
     prepared = rq.prepare(build_model(body, ("n", 8)), None, qconfig_mapping=EVERYWHERE)
     reference = rq.convert_to_reference(rq.calibrate(prepared, None))
-    assert operators(reference).count("qnn.quantize") == 1
-    assert operators(rq.lower(reference)).count("qnn.quantize") == 1
+    assert list_operators(reference).count("qnn.quantize") == 1
+    assert list_operators(rq.lower(reference)).count("qnn.quantize") == 1
 
 
 # --- what is computed -------------------------------------------------------------------------
@@ -216,7 +212,7 @@ def test_reference_form__readers_share_the_parameters():
 def test_realize__one_dense():
     model = build_model(lambda emit, x: emit.dense("y", x, 4), ("n", 8))
     qmod = rq.quantize(model, None, None, qconfig_mapping=EVERYWHERE)
-    assert operators(qmod)[-6:] == [
+    assert list_operators(qmod)[-6:] == [
         "qnn.quantize", "qnn.dense", "multiply", "subtract", "multiply", "qnn.dequantize",
     ]  # fmt: skip
     dense = next(b.value for b in Graph(qmod).bindings if b.var.name == "y.product")

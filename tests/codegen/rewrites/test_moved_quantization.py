@@ -6,24 +6,19 @@ import numpy as np
 import pytest
 import tvm
 from float_models import build_model
+from operator_names import list_operators
 from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
 from relayquant.codegen.rewrites.layout import convert_layout
 from relayquant.ir.dialect import qnn
-from relayquant.ir.rewrite import Graph
 
 SCALE, ZERO = relax.const(np.float32(0.37)), relax.const(np.int32(3))
 
 
-def list_operators(mod: tvm.IRModule) -> list[str]:
-    graph = Graph(convert_layout(mod))
-    return [graph.op_name(binding.var).removeprefix("relax.") for binding in graph.bindings]
-
-
 def check(mod: tvm.IRModule, x: np.ndarray, wanted: list[str]) -> None:
-    assert list_operators(mod) == wanted
+    assert list_operators(convert_layout(mod)) == wanted
     assert rq.verify(mod, [x]).is_equal
 
 
@@ -79,7 +74,7 @@ def test_volumes__are_moved_as_bytes_and_dequantized_by_the_kernel():
     mod, params = rq.load(torch.export.export(module.eval(), (x,)))
     data = [{mod["main"].params[0].name: x.numpy()}]
     qmod = rq.quantize(mod, params, data, effort="fast", guard=rq.config.Guard.OFF)
-    operators = list_operators(qmod)
+    operators = list_operators(convert_layout(qmod))
     moved = [i for i, name in enumerate(operators) if name == "permute_dims"]
     assert operators.index("qnn.quantize") < moved[0]
     assert operators.index("qnn.dequantize") < moved[-1]

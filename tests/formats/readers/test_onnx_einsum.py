@@ -10,11 +10,11 @@ import pytest
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from onnx_models import make_onnx
+from operator_names import list_operators
 
 import relayquant as rq
 from relayquant.base.runtime import Executor
 from relayquant.errors import ModelError
-from relayquant.ir.rewrite import Graph
 
 #: equation -> shapes of the operands
 EQUATIONS = {
@@ -96,11 +96,6 @@ def draw(shapes, dtype="float32"):
     if np.dtype(dtype).kind == "i":
         return [np.asarray(rng.integers(-5, 6, shape)).astype(dtype) for shape in shapes]
     return [np.asarray(rng.normal(size=shape)).astype(dtype) for shape in shapes]
-
-
-def list_operators(mod) -> list[str]:
-    graph = Graph(mod)
-    return [graph.op_name(b.var).removeprefix("relax.") for b in graph.bindings]
 
 
 def check(model: onnx.ModelProto, arrays, *, tolerance=1e-5, wide=None) -> list[str]:

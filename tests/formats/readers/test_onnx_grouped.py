@@ -11,6 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
+from operator_names import list_operators
 from tvm import relax
 
 import relayquant as rq
@@ -44,11 +45,6 @@ def draw(shape, seed=1):
 
 def run_file(path, x):
     return run_onnxruntime(path, {"x": x}, rewrites=False)[0]
-
-
-def list_operators(mod):
-    graph = Graph(mod)
-    return [graph.op_name(b.var).removeprefix("relax.") for b in graph.bindings]
 
 
 # --- MatMulNBits ----------------------------------------------------------------------------------

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
 from onnx_runtime import run_onnxruntime
+from operator_names import count_operators
 from quantized_models import GraphBuilder
 
 import relayquant as rq
 from relayquant.base.runtime import Executor
 from relayquant.errors import ModelError
 from relayquant.formats.readers import import_onnx
-from relayquant.ir.rewrite import Graph
 
 SHAPE = (2, 4, 8, 8)
-
-
-def operators(mod) -> Counter:
-    graph = Graph(mod)
-    return Counter(graph.op_name(b.var).removeprefix("relax.") for b in graph.bindings)
 
 
 class IntegerBuilder(GraphBuilder):
@@ -53,7 +46,7 @@ def check(
     assert difference.max() <= 1
     assert (difference > 0).mean() <= off_by
     assert not rq.ledger(qmod).floating, str(rq.ledger(qmod))
-    return operators(qmod)
+    return count_operators(qmod)
 
 
 @pytest.mark.parametrize("axis", [0, None], ids=["per_channel", "per_tensor"])
@@ -170,7 +163,7 @@ def test_dynamic_quantize_and_matmul_integer(weight):
     y = b.node("Mul", y, b.node("Mul", scale, b.constant(np.float32(0.01))))
     model = b.model({"x": ("float32", (3, 16))}, {y: ("float32", (3, 5))})
     qmod = rq.lower(import_onnx(model)[0])
-    assert operators(qmod)["qnn.dense"] == 1
+    assert count_operators(qmod)["qnn.dense"] == 1
     for data in (np.random.default_rng(0).normal(0, 1, (3, 16)), np.zeros((3, 16))):
         data = data.astype("float32")
         (expected,) = run_onnxruntime(model, {"x": data}, rewrites=False)
@@ -240,7 +233,7 @@ def test_dynamic_quantize_and_conv_integer(weight, zero, groups, pads):
     y = b.node("Mul", b.node("Cast", y, to=TensorProto.FLOAT), scale)
     model = b.model({"x": ("float32", SHAPE)}, {y: ("float32", None)})
     qmod = rq.lower(import_onnx(model)[0])
-    assert operators(qmod)["qnn.conv2d"] == 1
+    assert count_operators(qmod)["qnn.conv2d"] == 1
     data = np.random.default_rng(0).normal(0, 1, SHAPE).astype("float32")
     (expected,) = run_onnxruntime(model, {"x": data}, rewrites=False)
     (computed,) = rq.reference.run(qmod, [data])

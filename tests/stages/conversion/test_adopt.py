@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import tvm
 from float_models import MAP, build_model
+from operator_names import list_operators
 from tvm import relax
 from tvm.relax import op
 
 from relayquant.ir.dialect import qnn
-from relayquant.ir.rewrite import Graph
 from relayquant.stages.backends import X86
 from relayquant.stages.conversion import adopt_reference
-
-
-def op_names(mod: tvm.IRModule) -> list[str]:
-    graph = Graph(mod)
-    return [graph.op_name(b.var).removeprefix("relax.") for b in graph.bindings]
 
 
 @pytest.mark.parametrize("case", ["computed", "input", "read twice"])
@@ -31,11 +25,11 @@ def test_quantize_behind_a_reshape__is_lifted_to_the_operator_that_computes(case
         return relax.Tuple([q, value]) if case == "read twice" else q
 
     mod = build_model(body, MAP)
-    adopted = op_names(adopt_reference(mod, X86))
+    adopted = list_operators(adopt_reference(mod, X86))
     if case == "computed":
         assert adopted == ["nn.softmax", "qnn.quantize", "reshape"]
     else:
-        assert adopted == op_names(mod)
+        assert adopted == list_operators(mod)
 
 
 @pytest.mark.parametrize(
@@ -53,5 +47,5 @@ def test_bias__too_large_for_its_accumulator_stays_in_float(bias):
         return emit("out", op.add(conv, relax.const(array)))
 
     mod = build_model(body, MAP, dtype="int8")
-    dequantizes = op_names(adopt_reference(mod, X86)).count("qnn.dequantize")
+    dequantizes = list_operators(adopt_reference(mod, X86)).count("qnn.dequantize")
     assert dequantizes == (3 if abs(bias) <= 2.0**28 else 2)

@@ -4,11 +4,11 @@ user gives are kept as well.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from operator_names import count_operators
 from quantized_models import GraphBuilder
 
 import relayquant as rq
@@ -43,19 +43,14 @@ def batches(count: int = 4) -> list[np.ndarray]:
     return [np.random.default_rng(i).normal(0, 1.2, SHAPE).astype("float32") for i in range(count)]
 
 
-def operators(mod) -> Counter:
-    graph = Graph(mod)
-    return Counter(graph.op_name(b.var).removeprefix("relax.") for b in graph.bindings)
-
-
 @pytest.mark.parametrize(("dtype", "backend"), [("uint8", "x86"), ("int8", "arm")])
 def test_quantize__finishes_what_is_float(dtype, backend):
     mod, _ = import_onnx(half_quantized(dtype))
     before = rq.lower(mod, backend)
-    assert operators(before)["nn.conv2d"] == 1
+    assert count_operators(before)["nn.conv2d"] == 1
     assert [row.op for row in rq.ledger(before).floating] == ["nn.conv2d"]
     after = rq.quantize(mod, None, batches(), backend=backend, effort="fast")
-    found = operators(after)
+    found = count_operators(after)
     assert found["qnn.conv2d"] == 3
     assert found["nn.conv2d"] == 0
     assert found["qnn.quantize"] == found["qnn.dequantize"] == 1

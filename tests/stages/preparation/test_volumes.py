@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from onnx_models import make_onnx
+from operator_names import list_operators
 from tvm import relax
 from tvm.relax import op
 from tvm.script import ir as I
@@ -23,12 +24,6 @@ import relayquant as rq
 from relayquant.stages.preparation import prepare_module
 
 VOLUME = (1, 4, 5, 6, 7)
-
-
-def operators(mod) -> list[str]:
-    """Names of the operators of main, in order."""
-    bindings = mod["main"].body.blocks[0].bindings
-    return [each.value.op.name.removeprefix("relax.") for each in bindings]
 
 
 def test_conv3d__of_one_slice_is_conv2d(check_prepared):
@@ -122,7 +117,7 @@ def test_between_convolutions__everything_is_computed_on_images():
         joined = emit("joined", op.concat([b, c], 1))
         return block(emit, joined, "d", 8)
 
-    names = operators(prepare_module(build_model(body, VOLUME)))
+    names = list_operators(prepare_module(build_model(body, VOLUME)))
     assert names.count("permute_dims") == 2
     assert names[0] == names[-1] == "permute_dims"
     assert "nn.conv3d" not in names
@@ -141,7 +136,7 @@ def test_between_convolutions__what_is_no_image_stays_behind_the_transpose():
         return emit("d", op.concat([a, c], 2))
 
     mod = build_model(body, VOLUME)
-    names = operators(prepare_module(mod))
+    names = list_operators(prepare_module(mod))
     assert names[-3:] == ["add", "add", "concat"]
     x = np.random.default_rng(0).normal(size=VOLUME).astype("float32")
     got = rq.Executor(rq.compile(mod)).run("main", [x])[0]
@@ -151,7 +146,7 @@ def test_between_convolutions__what_is_no_image_stays_behind_the_transpose():
 
 def test_prepare_module__keeps_what_a_backend_has_rows_for():
     mod = build_model(lambda emit, x: block(emit, x, "a"), VOLUME)
-    assert operators(prepare_module(mod, keep=["relax.nn.conv3d"])) == ["nn.conv3d", "add"]
+    assert list_operators(prepare_module(mod, keep=["relax.nn.conv3d"])) == ["nn.conv3d", "add"]
 
 
 @pytest.mark.slow
@@ -181,7 +176,7 @@ def evaluate(node: onnx.NodeProto, x: np.ndarray, **constants: np.ndarray):
     model = make_onnx([node, helper.make_node("Relu", ["y"], ["z"])], {"x": x}, "z", constants)
     wanted = ReferenceEvaluator(model).run(None, {"x": x})[0]
     prepared = prepare_module(*rq.load(model))
-    assert not any("3d" in name for name in operators(prepared))
+    assert not any("3d" in name for name in list_operators(prepared))
     return wanted, rq.Executor(rq.compile(prepared)).run("main", [x])[0]
 
 
