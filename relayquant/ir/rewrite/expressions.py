@@ -15,7 +15,7 @@ from tvm import relax, tirx
 from tvm.ir import Call, Op
 from tvm.sym import Analyzer
 
-from relayquant.ir.rewrite.graph import constant_value, free_vars
+from relayquant.ir.rewrite.graph import constant_value, free_vars, static_size
 
 #: Upper bound of every size. Sizes are at least 0.
 LARGEST = 2**48
@@ -114,10 +114,16 @@ def static_sizes(extents: list[Any]) -> list[int] | None:
 
 
 def same_extents(left: list[Any], right: list[Any]) -> bool:
-    """Whether two lists of sizes are the same, also in their symbols."""
-    return len(left) == len(right) and all(
-        tvm_ffi.structural_equal(a, b) for a, b in zip(left, right, strict=True)
-    )
+    """Whether two lists of sizes are the same, also in their symbols, however they are written."""
+    return len(left) == len(right) and all(map(same_size, left, right))
+
+
+def same_size(left: Any, right: Any) -> bool:
+    """Whether two sizes are the same. 4 * n is n * 4."""
+    if tvm_ffi.structural_equal(left, right):
+        return True
+    is_known = static_size(left) is not None or static_size(right) is not None
+    return not is_known and bool(Analyzer().can_prove_equal(left, right))
 
 
 def same_type(left: relax.Expr, right: relax.Expr) -> bool:

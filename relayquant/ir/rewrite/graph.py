@@ -11,6 +11,7 @@ import numpy as np
 import tvm
 from tvm import relax
 from tvm.ir import Call, GenericConst, Op
+from tvm.sym import Analyzer
 
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite.entry import name_main
@@ -225,9 +226,13 @@ def static_size(dim: Any) -> int | None:
 
 
 def dim_name(dim: Any) -> str:
-    """Return a symbolic dimension as text."""
+    """Return a symbolic dimension as text. Sizes of one canonical form, such as 4 * n and n * 4,
+    have the same text.
+    """
     # TVM prints a dimension named "T" as "T_1", because T is a name in TVMScript.
-    return dim.name if isinstance(dim, tvm.tirx.Var) else str(dim)
+    if isinstance(dim, tvm.tirx.Var):
+        return dim.name
+    return str(Analyzer().canonical_simplify(dim))
 
 
 def tensor_dtype(expr: relax.Expr) -> str:

@@ -20,6 +20,7 @@ from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.lowering.integer.lower import call_kernels, lower_integer, time_module
 from relayquant.codegen.rewrites.layout import convert_layout
+from relayquant.ir.dialect import qnn
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.expressions import op_name
 from relayquant.ir.rewrite.function import make_main
@@ -216,6 +217,29 @@ def test_lower_integer__attention_of_any_length():
         x = np.random.default_rng(length).standard_normal((1, length, 12), "float32")
         got = executor.run("main", [x])[0]
         np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])
+
+
+def test_lower_integer__product_whose_sizes_are_written_in_two_orders():
+    """DeBERTa's positions: one operand has n * 4 matrices, the other one 4 * n."""
+    n, four = tvm.tirx.Var("n", "int64"), tvm.tirx.IntImm("int64", 4)
+    x = relax.Var("x", relax.TensorType([n, 4, 5, 8], "uint8"))
+    y = relax.Var("y", relax.TensorType([n, 4, 6, 8], "uint8"))
+    zeros, scales = relax.const(3, "int32"), relax.const(0.5, "float32")
+
+    def emit(builder):
+        left, right = (
+            builder.emit(relax.op.reshape(data, relax.ShapeExpr([count, rows, 8])))
+            for data, count, rows in ((x, tvm.tirx.Mul(n, four), 5), (y, tvm.tirx.Mul(four, n), 6))
+        )
+        return qnn.batch_matmul(left, right, zeros, zeros, scales, scales)
+
+    mod = make_main([x, y], emit)
+    lowered = lower_integer(mod, resolve_target(None))
+    assert "R.qnn.batch_matmul" not in lowered.script()
+    arrays = [RNG.integers(0, 256, (3, 4, rows, 8)).astype("uint8") for rows in (5, 6)]
+    left, right = (array.reshape(12, -1, 8).astype("int32") - 3 for array in arrays)
+    got = Executor(rq.compile(mod)).run("main", arrays)[0]
+    np.testing.assert_array_equal(got, left @ right.transpose(0, 2, 1))
 
 
 def attention_of_heads(builder, x):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm_ffi
-from tvm import relax
+from tvm import relax, tirx
 from tvm.ir import Call
 
-from relayquant.ir.rewrite.expressions import with_operands
+from relayquant.ir.rewrite.expressions import same_extents, with_operands
 
 
 def make_var(shape, dtype="float32"):
@@ -53,3 +53,12 @@ def test_with_operands__integers_may_determine_a_type():
     assert not with_operands(before, [table, constant]).ty.same_as(before.ty)
     found = with_operands(with_operands(before, [table, constant]), [table, index])
     assert not found.ty.same_as(before.ty)
+
+
+def test_same_extents__however_they_are_written():
+    n, m, four = (*(tirx.Var(name, "int64") for name in "nm"), tirx.IntImm("int64", 4))
+    assert same_extents([tirx.Mul(four, n), 3], [tirx.Mul(n, four), 3])
+    assert same_extents([n * m], [m * n])
+    assert not same_extents([n * 4], [m * 4])
+    assert not same_extents([n], [four])
+    assert not same_extents([n], [n, n])

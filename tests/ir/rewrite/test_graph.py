@@ -23,3 +23,14 @@ def test_tensor_shape__symbols_by_their_names():
     assert shape is not None
     assert shape[:2] == ("T", 3)
     assert isinstance(shape[2], str)
+
+
+def test_tensor_shape__one_text_for_a_size_however_it_is_written():
+    four = tirx.IntImm("int64", 4)
+    sizes = [tirx.Mul(four, N), tirx.Mul(N, four), N * 2 * 2]
+    texts = tensor_shape(relax.Var("x", relax.TensorType(sizes, "float32")))
+    assert texts is not None
+    assert len(set(texts)) == 1
+    other = tensor_shape(relax.Var("x", relax.TensorType([N * 8, N * 4 + 1], "float32")))
+    assert other is not None
+    assert not {*other} & {*texts}
