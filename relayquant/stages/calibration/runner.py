@@ -44,7 +44,7 @@ from relayquant.stages.calibration.dispatch import (
     check_executor,
     check_timeout,
 )
-from relayquant.stages.calibration.observer_selection import RELATIVE, OutputJudge, OutputSQNR
+from relayquant.stages.calibration.observer_selection import OutputJudge, OutputSQNR
 from relayquant.stages.calibration.parameters import (
     CalibrationContext,
     CallableCalibration,
@@ -421,9 +421,8 @@ class _Run:
         relative = dict(result.parameters)
 
         def find(key: str, name: str) -> QParams:
-            if name == RELATIVE:
-                return relative[key]
-            return judged[key].find_range(name, states[key], self.plan.group(key).info)
+            info = self.plan.group(key).info
+            return judged[key].find_range(name, relative[key], states[key], info)
 
         batches = self.data.read_judged(judge, results)
         chosen = judge.choose(relative, judged.keys(), find, batches)

@@ -16,6 +16,7 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.base.qtypes import QSpec, Role, ValueInfo, choose_qparams
 from relayquant.ir.rewrite import Graph
 from relayquant.stages.calibration import observer_selection
 from relayquant.stages.calibration.observer_selection import (
@@ -25,8 +26,10 @@ from relayquant.stages.calibration.observer_selection import (
     MINMAX,
     MOST_JUDGED,
     RELATIVE,
+    SHARES,
     TOLERANCE,
     OutputJudge,
+    OutputSQNR,
     Section,
     choose_candidates,
     compare_noise,
@@ -62,18 +65,35 @@ def test_choose__the_first_candidate_where_none_is_better():
     assert set(choose_candidates([TRUNK], Costs()).values()) == {RELATIVE}
 
 
-def test_choose__the_first_that_is_allowed_and_no_more_runs_than_that_takes():
+def test_choose__the_first_that_is_allowed_and_one_run_to_see_that_the_next_is_not_better():
     costs = Costs()
     choose_candidates(SECTIONS, costs)
-    assert costs.runs == 2
-    costs = Costs(a={RELATIVE: 2.0})
+    assert costs.runs == 3
+    costs = Costs(a=dict.fromkeys(CANDIDATES[:-1], 2.0))
     assert choose_candidates([TRUNK], costs) == {"a": MINMAX, "b": MINMAX}
     assert costs.runs == len(CANDIDATES)
 
 
+def test_choose__a_range_between_where_the_narrowest_costs_an_output():
+    """The second output clips with the narrowest range; both gain with the ranges between."""
+    costs = Costs(a={MINMAX: 4.0}, c={RELATIVE: 0.5}, d={RELATIVE: 9.0})
+    between = CANDIDATES[1]
+    expected = {"a": between, "b": between, "c": RELATIVE, "d": between}
+    assert choose_candidates(SECTIONS, costs) == expected
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(0.5, CANDIDATES[1]), (1.0, RELATIVE)])
+def test_choose__a_wider_range_only_if_its_gain_is_no_chance(factor, expected):
+    """The gain is 3 dB, or what the samples' deviation makes of none."""
+    noise = factor * np.resize([0.5, 1.5], 16)
+    rows = np.ones(16), noise, np.full(16, 2.0), np.full(16, 4.0)
+    costs = Costs(a=dict(zip(CANDIDATES, rows, strict=True)), b=dict.fromkeys(CANDIDATES, 0.0))
+    assert choose_candidates([TRUNK], costs) == {"a": expected, "b": expected}
+
+
 def test_choose__no_output_pays_for_another():
     """As above, with a choice for the trunk and then for both heads in the same runs."""
-    costs = Costs(c={RELATIVE: 0.0, MINMAX: 30.0}, d={RELATIVE: 3.0})
+    costs = Costs(c={RELATIVE: 0.0, MINMAX: 30.0}, d=dict.fromkeys(CANDIDATES[:-1], 3.0))
     chosen = choose_candidates(SECTIONS, costs)
     assert (chosen["c"], chosen["d"]) == (RELATIVE, MINMAX)
     others = len(CANDIDATES) - 1
@@ -87,7 +107,7 @@ def test_choose__what_one_sample_gains_is_chance():
     assert lucky.sum() < 0.8 * base.sum()
     ratio, error = compare_noise(lucky, base)
     assert ratio < 0 < TOLERANCE < ratio + error
-    costs = Costs(a={RELATIVE: lucky, MINMAX: base})
+    costs = Costs(a=dict.fromkeys(CANDIDATES, lucky) | {MINMAX: base})
     assert set(choose_candidates([Section(("a",), frozenset({0}))], costs).values()) == {MINMAX}
 
 
@@ -96,9 +116,8 @@ def test_choose__one_sample_hides_no_gain_of_the_others_unless_the_sum_is_worse(
     """15 samples of 16 gain 8 dB. The largest loses so much that the sum's gain is chance."""
     base, noise = np.ones(16), np.full(16, 0.16)
     base[3], noise[3] = 5.0, largest
-    found = choose_candidates(
-        [Section(("a",), frozenset({0}))], Costs(a={RELATIVE: noise, MINMAX: base})
-    )
+    costs = Costs(a=dict.fromkeys(CANDIDATES, noise) | {MINMAX: base})
+    found = choose_candidates([Section(("a",), frozenset({0}))], costs)
     assert found == {"a": expected}
 
 
@@ -113,7 +132,7 @@ def test_compare_noise__a_gain_within_its_error_is_judged_by_samples_that_count_
 
 
 @settings(max_examples=count_examples(60), deadline=None)
-@given(arrays("float64", (4, 2, 16), elements=st.floats(1e-3, 1e3)))
+@given(arrays("float64", (4, len(CANDIDATES), 16), elements=st.floats(1e-3, 1e3)))
 def test_choose__never_worse_than_minmax_at_any_output(table):
     names = dict(zip("abcd", table, strict=True))
     costs = Costs(**{k: dict(zip(CANDIDATES, rows, strict=True)) for k, rows in names.items()})
@@ -197,6 +216,20 @@ def draw_rare(count: int, seed: int = 0) -> list[np.ndarray]:
     x = np.random.default_rng(seed).standard_normal((count, 1, 12)).astype("float32")
     x[::32] *= 50
     return list(x)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+@pytest.mark.parametrize("low", [-2.0, 0.0])
+def test_find_range__between_lies_at_its_share_of_the_octaves(low, dtype):
+    """A range from -1/2 to 1, and a full range from -2 to 16."""
+    info, observer = ValueInfo("x", Role.ACTIVATION, QSpec(dtype), (1, 2)), OutputSQNR()
+    relative = choose_qparams(low / 4, 1.0, info.spec)
+    state = observer.update(observer.start(info), np.array([[low, 16.0]], "float32"))
+    for name, share in SHARES.items():
+        found = observer.find_range(name, relative, state, info)
+        expected = choose_qparams(low / 4 * 4**share, 16.0**share, info.spec)
+        assert float(found.scale) == pytest.approx(float(expected.scale), rel=0.02)
+        assert abs(int(found.zero_point) - int(expected.zero_point)) <= 1
 
 
 def test_find_sections__by_the_outputs_that_values_reach():
