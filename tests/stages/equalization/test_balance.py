@@ -21,6 +21,7 @@ from relayquant.stages.equalization.channels import ChannelStatistics
 from relayquant.stages.equalization.cross_layer import (
     MOST_OCTAVES,
     ChannelReads,
+    LayerPair,
     find_pairs,
     read_exponents,
     scale_layers,
@@ -210,3 +211,17 @@ def test_channel_reads__split_is_what_scale_scales() -> None:
     scales = np.arange(1, 9, dtype="float32")
     scaled = reads.split(reads.scale(weight, scales))
     np.testing.assert_array_equal(scaled, reads.split(weight) * scales.reshape(2, 1, 4, 1))
+
+
+@pytest.mark.parametrize(("is_depthwise", "expected"), [(True, [-2, 0, 0, 0]), (False, [0] * 4)])
+def test_balance_pair__a_factor_of_four_counts_before_a_depthwise_layer(is_depthwise, expected):
+    """Its weight scales take any factor. Those of a dense layer belong to all channels."""
+    var = relax.Var("x", relax.TensorType((1,), "float32"))
+    groups = 4 if is_depthwise else 1
+    pair = LayerPair(var, var, None, 0, ChannelReads(1, 0, groups))
+    largest = np.array([0.25, 1.0, 1.0, 1.0])
+    seen = ChannelStatistics(largest, np.square(largest) / 9)
+    weight = np.array([4.0, 1, 1, 1]).reshape(4, 1, 1, 1) * np.ones((4, 1, 3, 3))
+    weight = weight if is_depthwise else weight.transpose(1, 0, 2, 3).repeat(4, axis=0)
+    found = balance_pair(pair, weight.astype("float32"), seen, (np.full(4, -8), np.full(4, 8)))
+    assert found.tolist() == expected
