@@ -285,12 +285,14 @@ class Planner:
     # ---- operators on rows ----
 
     def plan_softmax(self, root: relax.Var) -> Step | Skip:
-        """Plan the step of a softmax along the last axis."""
+        """Plan the step of a softmax."""
         call = self.values[root]
-        width = find_width(call.args[0])
-        if width is None or int(call.attrs.axis) not in (-1, len(shape_of(root)) - 1):
-            return decline("not along a last axis of known length, in float32")
-        return self.plan_rows(root, KernelKey(make_softmax, Softmax((None, width), 1)), width)
+        axis = int(call.attrs.axis)
+        width = find_width(call.args[0], axis)
+        if width is None:
+            return decline("not along an axis of known length, in float32")
+        key = KernelKey(make_softmax, Softmax((None, width), 1))
+        return self.plan_rows(root, key, width, axis=axis)
 
     def plan_layer_norm(self, root: relax.Var) -> Step | Skip:
         """Plan the step of a layer norm along the last axis, with constant factors."""
@@ -346,15 +348,20 @@ class Planner:
         return self.make_step(found.vars[-1], [found.data], step.run, key)
 
     def plan_rows(
-        self, root: relax.Var, key: KernelKey, width: int, factors: Sequence[np.ndarray] = ()
+        self,
+        root: relax.Var,
+        key: KernelKey,
+        width: int,
+        factors: Sequence[np.ndarray] = (),
+        axis: int = -1,
     ) -> Step | Skip:
-        """Plan the step of a kernel on rows."""
+        """Plan the step of a kernel on rows, which lie along an axis."""
         data = self.values[root].args[0]
         if not isinstance(data, relax.Var):
             return decline("the data is a constant")
         self.claimed.add(root)
         var = self.find_object(root)
-        step = RowStep(key, width, self.operand(data), factors, var, self.kernels)
+        step = RowStep(key, width, self.operand(data), factors, var, self.kernels, axis)
         return self.make_step(root, [data], step.run, key)
 
     def is_free(self, var: relax.Var) -> bool:
@@ -453,7 +460,7 @@ EAGER_RULES: tuple[Rule[Planner, relax.Var, Step], ...] = (
 )
 
 
-def find_width(expr: relax.Expr) -> int | None:
-    """Return the last size of a float32 tensor. None if it is symbolic or 0."""
-    sizes = static_sizes(shape_of(expr)[-1:]) if is_float32(expr) else None
+def find_width(expr: relax.Expr, axis: int = -1) -> int | None:
+    """Return the size of a float32 tensor along an axis. None if it is symbolic or 0."""
+    sizes = static_sizes([shape_of(expr)[axis]]) if is_float32(expr) else None
     return sizes[0] or None if sizes else None

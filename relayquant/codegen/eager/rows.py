@@ -169,8 +169,9 @@ EACH = {
 class RowStep:
     """An operator on rows: float32 (..., K) -> float32 (..., K). `factors` are vectors (K,).
 
-    `width` is K of the kernel. It is 1 for an operator on single values, which keeps the memory
-    order of its data, and whose factors have any length.
+    `width` is K of the kernel, and `axis` is where the data and the result have it. `width` is 1
+    for an operator on single values, which keeps the memory order of its data, and whose factors
+    have any length.
     """
 
     key: KernelKey
@@ -179,6 +180,7 @@ class RowStep:
     factors: Sequence[np.ndarray]
     result: relax.Var
     kernels: KernelCache
+    axis: int = -1
 
     @cached_property
     def kernel(self) -> Callable[..., None]:
@@ -192,8 +194,9 @@ class RowStep:
 
     def run(self, frame: Frame) -> None:
         """Compute the result."""
-        data = self.data.read(frame)
-        frame.values[self.result] = run_rows(self.kernel, self.width, data, self.tensors)
+        data = np.moveaxis(self.data.read(frame), self.axis, -1)
+        result = run_rows(self.kernel, self.width, data, self.tensors)
+        frame.values[self.result] = np.moveaxis(result, -1, self.axis)
 
 
 def run_rows(

@@ -40,11 +40,19 @@ def test_softmax_and_layer_norm__the_bits_of_the_reference():
         np.testing.assert_array_equal(module.run("main", [data])[0], run(mod, [data])[0])
 
 
-def test_softmax__along_another_axis_in_numpy():
-    mod = build_model(lambda e, x: e("y", op.nn.softmax(x, 1)), (2, 5, 7))
-    module = EagerModule(mod)
+@pytest.mark.parametrize("axis", [0, 1, -2])
+def test_softmax__along_another_axis_the_bits_of_the_reference(axis):
+    mod = build_model(lambda e, x: e("y", op.nn.softmax(x, axis)), (2, 5, 7))
+    module, x = EagerModule(mod), draw(2, 5, 7)
+    assert isinstance(runners(module)[0], RowStep)
+    for data in (x, np.asfortranarray(x)):
+        np.testing.assert_array_equal(module.run("main", [data])[0], run(mod, [data])[0])
+
+
+def test_softmax__along_a_symbolic_axis_in_numpy():
+    mod = build_model(lambda e, x: e("y", op.nn.softmax(x, 0)), ("n", 5))
+    module, x = EagerModule(mod), draw(3, 5)
     assert not any(isinstance(each, RowStep) for each in runners(module))
-    x = draw(2, 5, 7)
     np.testing.assert_array_equal(module.run("main", [x])[0], run(mod, [x])[0])
 
 
