@@ -14,6 +14,7 @@ import tvm
 from tvm import relax
 
 from relayquant.base.qtypes import QParams
+from relayquant.base.runtime import freeze_array
 from relayquant.config import BackendConfig, QConfigMapping
 from relayquant.errors import ConfigError, format_count
 from relayquant.ir.ledger import InterfaceValue
@@ -47,23 +48,26 @@ class GroupVariables:
         return self.dtype, self.scale, self.zero_point, *self.bounds
 
     def arrays(self, qparams: QParams | None) -> tuple[np.ndarray, ...]:
-        """Return values for the variables. None passes the value through in float."""
+        """Return values for the variables, frozen, so that `codegen.eager` need not compare them in
+        each call. None passes the value through in float.
+        """
         if qparams is None:
             code, scale, zero_point, limits = PASS_THROUGH, 1.0, 0, (-np.inf, np.inf)
         else:
             code, scale, zero_point = self.code, qparams.scale, qparams.zero_point
             limits = self.limits
-        return (
+        arrays = (
             np.array(code, "int32"),
             np.full(self.length, scale, "float32"),
             np.full(self.length, zero_point, "int32"),
             *(np.array(limit, "float32") for limit in limits if self.bounds),
         )
+        return tuple(map(freeze_array, arrays))
 
 
 @dataclass(frozen=True, eq=False)
 class ConstantVariable:
-    """Parameter of main that holds a weight or a bias, and its value in the float model."""
+    """Parameter of main that holds a weight or a bias, and its value in the float model, frozen."""
 
     var: relax.Var
     value: np.ndarray

@@ -14,6 +14,7 @@ import tvm
 from tvm import relax
 
 from relayquant.base.qtypes import INTEGER_LIMITS, Role
+from relayquant.base.runtime import freeze_array
 from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError
 from relayquant.ir.dialect import qnn
@@ -88,7 +89,7 @@ def find_constants(graph: Graph, plan: Plan, backend: BackendConfig) -> dict[str
             if value is not None and value.dtype == "float32":
                 key = f"{operator.name}:{operand.name}"
                 var = relax.Var(key, relax.TensorType(value.shape, "float32"))
-                found[key] = ConstantVariable(var, value)
+                found[key] = ConstantVariable(var, freeze_array(value))
     return found
 
 
