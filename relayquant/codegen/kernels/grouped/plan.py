@@ -164,27 +164,27 @@ class GroupedPlan:
     timing: GroupedTiming = COMMON.grouped  #: of the target's core
     shuffle: LevelShuffle | None = None  #: looks levels up
 
-    @property
+    @cached_property
     def has_codes(self) -> bool:
         """Whether memory has the codes, and not their levels."""
         looks_up = isinstance(self.dot, TableDot) or self.shuffle is not None
         return looks_up or not self.spec.levels
 
-    @property
+    @cached_property
     def bits(self) -> int:
         """Bits of a code in memory."""
         return code_bits(self.spec.bits) if self.has_codes else self.spec.value_bits
 
-    @property
+    @cached_property
     def each(self) -> int:
         """Words in a vector of codes."""
         return 8 // self.bits
 
-    @property
+    @cached_property
     def groups(self) -> int:
         return count_groups(self.spec.features, self.spec.group_size)
 
-    @property
+    @cached_property
     def vectors(self) -> int:
         """Vectors of codes of a group."""
         return ceil_div(self.spec.group_size, WORD * self.each)
@@ -350,37 +350,58 @@ def pack_grouped(
     """Pack the operands of `qnn.grouped_dense` for the kernels."""
     plan = plan_grouped(spec, isa)
     lanes, groups = plan.dot.lanes, plan.groups
-    packed = np.empty((plan.panels, groups, plan.vectors, plan.vector_bytes), "uint8")
-    size, short = spec.group_size, groups * spec.group_size - spec.features
+    packed = np.empty((plan.panels, groups, plan.vectors, lanes), "<u4")
     step = max(1, PACKED_CODES // (lanes * groups * plan.stride))
     for first in range(0, plan.panels, step):
         rows = plan.channels[first : first + step]
-        codes = unpack_codes(weight[rows.reshape(-1)], spec.bits, spec.features)
-        if not plan.has_codes:
-            codes = read_levels(codes, spec.levels)
-        if short:
-            codes = np.pad(codes, [(0, 0), (0, short)])
-        codes = codes.reshape(-1, groups, size)
-        if plan.stride > size:
-            codes = np.pad(codes, [(0, 0), (0, 0), (0, plan.stride - size)])
-        # (panel, lane, group, vector, word of the vector, place)
-        # -> (panel, group, vector, lane, place, word)
-        words = codes.reshape(len(rows), lanes, groups, plan.vectors, plan.each, WORD)
-        words = words.transpose(0, 2, 3, 1, 5, 4)
-        joined = words[..., 0].copy()
-        for word in range(1, plan.each):
-            joined |= words[..., word] << np.uint8(plan.bits * word)
-        joined = joined.reshape(len(rows), groups, plan.vectors, -1)
-        packed[first : first + step] = joined ^ np.uint8(plan.offset if plan.bits == 8 else 0)
+        words = pack_words(plan, weight[rows.reshape(-1)])
+        words = words.reshape(len(rows), lanes, groups, plan.vectors)
+        packed[first : first + step] = words.transpose(0, 2, 3, 1)
 
     def arrange(values: np.ndarray, dtype: str) -> np.ndarray:
         return np.ascontiguousarray(values[plan.channels].swapaxes(1, 2).reshape(-1), dtype)
 
     return PackedGroups(
-        packed.reshape(-1),
+        packed.reshape(-1).view("uint8"),
         arrange(scale, plan.scale_dtype),
         arrange(zeros, plan.zeros_dtype) if spec.zeros_dtype else None,
     )
+
+
+def pack_words(plan: GroupedPlan, weight: np.ndarray) -> np.ndarray:
+    """Pack rows of codes, uint8 (N, bytes), to what a lane has of each vector, uint32 (N, groups *
+    vectors).
+    """
+    spec, size = plan.spec, plan.spec.group_size
+    flip = np.uint32(0x01010101 * (plan.offset if plan.bits == 8 else 0))
+    is_whole = plan.stride == size and spec.features % size == 0
+    if is_whole and plan.bits == spec.bits == 8:
+        return np.ascontiguousarray(weight).view("<u4") ^ flip
+    if is_whole and plan.bits == spec.bits == 4:
+        return part_words(np.ascontiguousarray(weight).view("<u4"))
+    codes = unpack_codes(weight, spec.bits, spec.features)
+    if not plan.has_codes:
+        codes = read_levels(codes, spec.levels)
+    codes = np.pad(codes, [(0, 0), (0, plan.groups * size - spec.features)])
+    codes = codes.reshape(-1, plan.groups, size)
+    codes = np.pad(codes, [(0, 0), (0, 0), (0, plan.stride - size)])
+    codes = codes.reshape(len(weight), -1, plan.each, WORD)
+    joined = codes[:, :, 0].copy()
+    for word in range(1, plan.each):
+        joined |= codes[:, :, word] << np.uint8(plan.bits * word)
+    return joined.view("<u4")[..., 0] ^ flip
+
+
+def part_words(packed: np.ndarray) -> np.ndarray:
+    """Move 8 codes of 4 bits in each uint32, from their order to that of two words:
+
+    c7 c6 c5 c4 c3 c2 c1 c0  ->  c7 c3 c6 c2 c5 c1 c4 c0
+    """
+    halves = []
+    for half in (packed & np.uint32(0xFFFF), packed >> np.uint32(16)):
+        half = (half | half << np.uint32(8)) & np.uint32(0x00FF00FF)
+        halves.append((half | half << np.uint32(4)) & np.uint32(0x0F0F0F0F))
+    return halves[0] | halves[1] << np.uint32(4)
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,8 +44,8 @@ class BlockKind:
         bits, group_size: The format of the grouped weight.
         scale_dtype: Dtype of its scales and offsets: the smallest that holds them.
         has_offset: Whether a group has an offset.
-        decode: (n, nbytes) -> codes uint8 (n, weights), scales and, if there are any, offsets (n,
-            weights / group_size).
+        decode: (n, nbytes) -> packed codes uint8 (n, weights * bits / 8), scales and, if there are
+            any, offsets (n, weights / group_size).
         levels: The values of codes + 128, if the codes are numbers of levels.
     """
 
@@ -98,7 +98,7 @@ def read_blocks(raw: Array, kind: int, shape: tuple[int, int]) -> GroupedWeight:
         block = np.ascontiguousarray(blocks[own]).reshape(-1, form.nbytes)
         with np.errstate(invalid="ignore"):  # A damaged file may have infinite scales.
             found, *values = form.decode(block)
-        codes[own] = pack_codes(found.reshape(-1, features), form.bits)
+        codes[own] = found.reshape(-1, codes.shape[1])
         for part, value in zip(parts, values, strict=True):
             part[own] = value.reshape(-1, groups[1])
 
@@ -132,6 +132,21 @@ def split_bits(packed: Array, width: int, bits: int) -> Array:
     return (runs & np.uint8((1 << bits) - 1)).reshape(len(packed), -1)
 
 
+def pair_codes(packed: Array, width: int) -> Array:
+    """Pack codes of 4 bits as neighbours, from bytes (n, B) whose halves are runs of `width` codes:
+    the first run is in the lowest bits.
+
+        bytes 2i and 2i + 1 of a run, (h h') (l l')  ->  byte i of the first half of the result,
+        (l' l), and byte i of the second, (h' h)
+    """
+    pairs = packed.reshape(len(packed), -1, width).view("<u2")
+    found = np.empty((*pairs.shape[:2], 2, width // 2), "uint8")
+    low, high = pairs & np.uint16(0x0F0F), pairs >> np.uint16(4) & np.uint16(0x0F0F)
+    for half, codes in enumerate((low, high)):
+        found[:, :, half] = codes | codes >> np.uint16(4)
+    return found.reshape(len(packed), -1)
+
+
 def split_scales(packed: Array) -> tuple[Array, Array]:
     """Split 12 bytes (n, 12) of Q4_K into scales and minimums of 6 bits, float32 (n, 8)."""
     low, high, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
@@ -143,12 +158,12 @@ def split_scales(packed: Array) -> tuple[Array, Array]:
 
 def decode_q4_0(blocks: Array) -> tuple[Array, ...]:
     scale, codes = split_fields(blocks, 2)
-    return split_bits(codes, 16, 4), scale
+    return pair_codes(codes, 16), scale
 
 
 def decode_q4_1(blocks: Array) -> tuple[Array, ...]:
     scale, offset, codes = split_fields(blocks, 2, 2)
-    return split_bits(codes, 16, 4), scale, offset
+    return pair_codes(codes, 16), scale, offset
 
 
 def decode_q5_0(blocks: Array) -> tuple[Array, ...]:
@@ -174,20 +189,20 @@ def decode_q8_0(blocks: Array) -> tuple[Array, ...]:
 def decode_q2_k(blocks: Array) -> tuple[Array, ...]:
     scales, codes, d, m = split_fields(blocks, 16, 64, 2)
     scale, minimum = d.astype("float32") * (scales & 15), m.astype("float32") * (scales >> 4)
-    return split_bits(codes, 32, 2), scale, -minimum
+    return pack_codes(split_bits(codes, 32, 2), 2), scale, -minimum
 
 
 def decode_q3_k(blocks: Array) -> tuple[Array, ...]:
     high, low, scales, d = split_fields(blocks, 32, 64, 12)
     scale = split_bits(scales[:, :8], 8, 4) | split_bits(scales[:, 8:], 4, 2) << 4
     codes = split_bits(low, 32, 2) | split_bits(high, 32, 1) << 2
-    return codes, d.astype("float32") * (scale.astype("float32") - 32)
+    return pack_codes(codes, 3), d.astype("float32") * (scale.astype("float32") - 32)
 
 
 def decode_q4_k(blocks: Array) -> tuple[Array, ...]:
     d, m, scales, codes = split_fields(blocks, 2, 2, 12)
     scale, minimum = split_scales(scales)
-    return split_bits(codes, 32, 4), d.astype("float32") * scale, -(m.astype("float32") * minimum)
+    return pair_codes(codes, 32), d.astype("float32") * scale, -(m.astype("float32") * minimum)
 
 
 def decode_q5_k(blocks: Array) -> tuple[Array, ...]:
@@ -207,12 +222,12 @@ def decode_iq4_xs(blocks: Array) -> tuple[Array, ...]:
     d, high, low, codes = split_fields(blocks, 2, 2, 4)
     bits = high.view("<u2") >> np.arange(0, 16, 2, dtype="uint16") & 3
     scale = split_bits(low, 1, 4) | bits.astype("uint8") << 4
-    return split_bits(codes, 16, 4), d.astype("float32") * (scale.astype("float32") - 32)
+    return pair_codes(codes, 16), d.astype("float32") * (scale.astype("float32") - 32)
 
 
 def decode_mxfp4(blocks: Array) -> tuple[Array, ...]:
     exponent, codes = split_fields(blocks, 1)
-    return split_bits(codes, 16, 4), decode_exponents(exponent)
+    return pair_codes(codes, 16), decode_exponents(exponent)
 
 
 def decode_nvfp4(blocks: Array) -> tuple[Array, ...]:
@@ -222,7 +237,7 @@ def decode_nvfp4(blocks: Array) -> tuple[Array, ...]:
     is_normal = exponent > 0
     digits = (fraction + np.where(is_normal, 8, 0)).astype("float32")
     scale = np.ldexp(digits, np.maximum(exponent, 1).astype("int32") - 11)
-    return split_bits(codes, 8, 4), np.where(packed == 0x7F, np.float32(0), scale)
+    return pair_codes(codes, 8), np.where(packed == 0x7F, np.float32(0), scale)
 
 
 #: Levels of IQ4_NL, + 128.
