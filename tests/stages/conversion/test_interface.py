@@ -55,7 +55,10 @@ def test_interface__same_results_as_float(feed, back):
     if back is None:
         np.testing.assert_array_equal(got, want)
     else:
-        assert np.abs(to_real(result, got) - want).max() <= 0.51 * result.scale[0]
+        # Calibration may clip the largest values, by less than a step here.
+        ends = (to_real(result, np.array(end, back)) for end in INTEGER_LIMITS[back])
+        assert np.abs(to_real(result, got) - np.clip(want, *ends)).max() <= 0.51 * result.scale[0]
+        assert np.abs(to_real(result, got) - want).max() < result.scale[0]
     np.testing.assert_array_equal(Executor(rq.compile(qmod)).run("main", [integers])[0], got)
 
 
