@@ -5,6 +5,7 @@ give the same bits; pools and many compiles do no harm.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -109,3 +110,14 @@ def test_compile__fifty_times_in_one_process_keeps_its_memory():
     ten, thirty, fifty = map(float, run.stdout.split())
     assert min(thirty - ten, fifty - thirty) < 5
     assert fifty - ten < 40
+
+
+def test_tests__are_collected_without_pytorch():
+    """The README's environment has none: a file that imports it skips itself first."""
+    files = sorted(Path(__file__).parent.rglob("test_*.py"))
+    begins = {path.name: path.read_text().split('importorskip("torch"')[0] for path in files}
+    found = [
+        name for name, text in begins.items() if re.search(r"(?m)^(?:import|from) torch\b", text)
+    ]
+    assert len(files) > 100
+    assert found == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 import tvm
 from tvm import relax
 from tvm.target import Target
@@ -14,6 +13,8 @@ from relayquant.base.runtime import Executor
 from relayquant.codegen.kernels.floating.grid_sample import MOST_PIXELS, TASK_CHANNELS, GridSample
 from relayquant.codegen.legalization.resizing import read_grid_sample
 from relayquant.ir.rewrite.function import make_main
+
+torch = pytest.importorskip("torch")
 
 #: (N, C, H, W) and rows and columns of the result.
 CASES = {
