@@ -37,18 +37,14 @@ from tvm.ir import GenericConst
 
 from relayquant.base import _tvm
 from relayquant.base.arguments import check_arguments
-from relayquant.base.storage.archive import (
-    MAX_ENTRIES,
-    Archive,
-    read_archive,
-    write_archive,
-)
+from relayquant.base.storage.archive import MAX_ENTRIES, Archive, read_archive, write_archive
 from relayquant.base.storage.files import ARCHIVE_SUFFIX, decode_json, reading
 from relayquant.base.storage.tensor_bytes import (
     check_tensor,
     count_bytes,
     encode_tensor,
     is_plain,
+    is_written_by_tvm,
     pack_tensor,
     read_head,
     unpack_tensor,
@@ -196,8 +192,9 @@ def take_tensors(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[tvm.runtime.Tens
     places: dict[Any, tvm.runtime.Tensor] = {}
 
     def take(tensor: tvm.runtime.Tensor) -> tvm.runtime.Tensor:
-        is_entry = tensor.dtype.bits % 8 or count_bytes(tensor) > SMALL_TENSOR
-        if not ((is_plain(tensor) and is_entry) or is_placeholder(tensor)):
+        dtype = tensor.dtype
+        is_text = is_written_by_tvm(dtype.bits, dtype.lanes) and not is_placeholder(tensor)
+        if not is_plain(tensor) or (is_text and count_bytes(tensor) <= SMALL_TENSOR):
             return tensor
         key = (tensor.data_ptr(), tuple(tensor.shape), str(tensor.dtype))
         if key not in places:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
 import struct
 import zipfile
@@ -11,6 +12,7 @@ import zlib
 import numpy as np
 import pytest
 import tvm
+import tvm_ffi
 from float_models import MAP, build_model, draw_batches
 from tvm import relax
 from tvm.ir import GenericConst
@@ -265,7 +267,7 @@ def write_all_as_entries(path, mod):
 
 
 def test_load__any_tensor_may_be_an_entry(tmp_path):
-    """That of an attribute, of a constant and of both."""
+    """A tensor of an attribute, of a constant, and of both."""
     tensors = [tvm.runtime.empty((1000,), "int16") for _ in range(3)]
     mod = add_constants(
         *map(relax.const, tensors[:2]), attributes={"a": tensors[1], "b": tensors[2]}
@@ -294,6 +296,17 @@ def test_tensors__elements_that_share_bytes(tmp_path, count):
     write_all_as_entries(path, mod)  # of TVM's bytes, twice as many
     (constant,) = list_constants(rq.load(path)[0])
     assert pack_tensor(constant).tobytes() == pack_tensor(tensor).tobytes()
+
+
+def test_tensors__elements_of_several_lanes(tmp_path):
+    """TVM's JSON would have those of one lane."""
+    tensor = tvm.runtime.empty((5,), "float32x4")
+    ctypes.memset(tensor.data_ptr(), 7, 5 * 16)
+    mod = add_constants(relax.const(np.ones(3, "float32")))
+    constant = GenericConst(tensor, relax.TensorType((3,), "float32"))
+    mod = tvm_ffi.structural_map(mod, (GenericConst, lambda each: constant))
+    (found,) = list_constants(rq.load(rq.save_module(mod, tmp_path / "m.rqm"))[0])
+    assert pack_tensor(found).tobytes() == pack_tensor(tensor).tobytes()
 
 
 def list_constants(mod):
