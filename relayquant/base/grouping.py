@@ -18,6 +18,7 @@ from relayquant.base.packing import (
     read_levels,
     spread_groups,
     unpack_codes,
+    value_bits,
 )
 from relayquant.base.qtypes import WHOLE_ROW, QSpec
 from relayquant.base.runtime import map_on_threads
@@ -51,7 +52,7 @@ class GroupFormat:
     @property
     def value_bits(self) -> int:
         """Bits of the value of a code."""
-        return 8 if self.levels else self.bits
+        return value_bits(self.bits, self.levels)
 
     @staticmethod
     def of(spec: QSpec) -> GroupFormat:

@@ -43,6 +43,11 @@ def middle_code(bits: int) -> int:
     return 1 << (bits - 1)
 
 
+def value_bits(bits: int, levels: Sequence[int]) -> int:
+    """Return the bits of the values of codes."""
+    return 8 if len(levels) else bits
+
+
 def read_levels(codes: Codes, levels: Sequence[int]) -> Codes:
     """Return the values of codes: the codes, or the levels whose numbers they are."""
     return np.array(levels, "uint8")[codes] if len(levels) else codes

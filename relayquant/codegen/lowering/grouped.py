@@ -16,7 +16,7 @@ from tvm import relax
 from tvm.ir import Call
 from tvm.target import Target
 
-from relayquant.base.packing import middle_code
+from relayquant.base.packing import middle_code, value_bits
 from relayquant.codegen.kernels.grouped.bf16 import GroupedBf16, make_grouped_bf16
 from relayquant.codegen.kernels.grouped.experts import build_grouped_experts
 from relayquant.codegen.kernels.grouped.plan import (
@@ -229,7 +229,7 @@ def read_weight(call: Call, weight: list[Any], is_float: bool) -> GroupedDense |
     if codes is None or scale is None or zeros is None:
         return Skip("the weight is not a constant")
     attrs, levels = call.attrs, tuple(int(level) for level in call.attrs.levels)
-    if not zeros.ndim and int(zeros) != middle_code(8 if levels else int(attrs.bits)):
+    if not zeros.ndim and int(zeros) != middle_code(value_bits(int(attrs.bits), levels)):
         return Skip("all groups have one zero point, which is not the middle of the range")
     features = int(attrs.features)
     return GroupedDense(

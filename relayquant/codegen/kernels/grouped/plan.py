@@ -25,7 +25,13 @@ from typing import Any
 import numpy as np
 from tvm.script.ir_builder import tirx as T
 
-from relayquant.base.packing import count_groups, middle_code, read_levels, unpack_codes
+from relayquant.base.packing import (
+    count_groups,
+    middle_code,
+    read_levels,
+    unpack_codes,
+    value_bits,
+)
 from relayquant.codegen.kernels.emit import (
     CACHE_LINE,
     ceil_div,
@@ -95,7 +101,7 @@ class GroupedDense:
     @property
     def value_bits(self) -> int:
         """Bits of the value of a code: of a level, if `levels` are the values."""
-        return 8 if self.levels else self.bits
+        return value_bits(self.bits, self.levels)
 
     @property
     def outputs(self) -> int:
@@ -393,9 +399,10 @@ def pack_words(plan: GroupedPlan, weight: np.ndarray) -> np.ndarray:
 
 
 def part_words(packed: np.ndarray) -> np.ndarray:
-    """Move 8 codes of 4 bits in each uint32, from their order to that of two words:
+    """Reorder the 8 codes of 4 bits in each uint32. Neighbours become two words, and the first word
+    has the low half of each byte. The highest bits are on the left here:
 
-    c7 c6 c5 c4 c3 c2 c1 c0  ->  c7 c3 c6 c2 c5 c1 c4 c0
+        c7 c6 c5 c4 c3 c2 c1 c0  ->  c7 c3 c6 c2 c5 c1 c4 c0
     """
     halves = []
     for half in (packed & np.uint32(0xFFFF), packed >> np.uint32(16)):

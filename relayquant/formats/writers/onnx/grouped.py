@@ -24,6 +24,7 @@ from relayquant.base.packing import (
     pack_codes,
     read_levels,
     unpack_codes,
+    value_bits,
 )
 from relayquant.config import GroupedForm
 from relayquant.errors import ModelError
@@ -133,7 +134,8 @@ def read_form(call: Call) -> tuple[int, int]:
     """Return the bits of the codes of `read_weight`, and the group size. ONNX has no levels: they
     are codes of 8 bits.
     """
-    return 8 if call.attrs.levels else int(call.attrs.bits), int(call.attrs.group_size)
+    attrs = call.attrs
+    return value_bits(int(attrs.bits), attrs.levels), int(attrs.group_size)
 
 
 def read_weight(call: Call, name: str, args) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
