@@ -56,7 +56,7 @@ class ModelRow:
         adjust: What differs from Llama.
         windows: Which layers have the window if metadata has no "layer_types".
         refused: Settings that must be false.
-        rotary: Rotary positions, if metadata has none.
+        rotary: Settings of rotary positions for a config.json that has none.
     """
 
     names: TensorNames

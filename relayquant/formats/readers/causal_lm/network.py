@@ -472,32 +472,24 @@ class FunctionBuilder:
         """Return x (B, rows, chosen or 1, inputs) times the weights of the chosen experts, plus the
         biases of these.
         """
-        product = self.emit(self.multiply_rows(name, x, chosen, experts, rows), name)
+        if name in self.network.grouped:
+            size = self.network.grouped[name][0].group_size
+            if size not in rows:
+                rows[size] = self.quantize(x, size, name)
+            constants, attributes = self.read_blocks(name, "expert_dense")
+            product = qnn.grouped_expert_dense(
+                *rows[size], chosen, *constants, **attributes, experts=experts.count
+            )
+        else:
+            weight = self.weights[f"{name}.weight"]
+            product = qnn.expert_dense(x, chosen, weight, experts.count)
+        product = self.emit(product, name)
         bias = self.network.constants.get(f"{name}.bias")
         if bias is None:
             return product
         each = relax.const(bias.value.numpy().reshape(experts.count, -1))
         own = self.emit(relax.op.take(each, chosen, 0, mode="clip"), f"{name}.bias")
         return self.emit(relax.op.add(product, own), f"{name}.biased")
-
-    def multiply_rows(
-        self,
-        name: str,
-        x: Expr,
-        chosen: Expr,
-        experts: ExpertConfig,
-        rows: dict[int, tuple[Expr, Expr]],
-    ) -> Expr:
-        """Return the product of `multiply_by_chosen`."""
-        if name not in self.network.grouped:
-            return qnn.expert_dense(x, chosen, self.weights[f"{name}.weight"], experts.count)
-        size = self.network.grouped[name][0].group_size
-        if size not in rows:
-            rows[size] = self.quantize(x, size, name)
-        constants, attributes = self.read_blocks(name, "expert_dense")
-        return qnn.grouped_expert_dense(
-            *rows[size], chosen, *constants, **attributes, experts=experts.count
-        )
 
     def compute_scores(self, x: Expr) -> Expr:
         """Return scores of the picked rows, (B, picked, vocabulary)."""

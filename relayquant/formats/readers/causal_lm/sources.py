@@ -69,8 +69,7 @@ def pair_blocks(places: Mapping[str, SafetensorsPlace]) -> dict[str, StoredTenso
     tensors: dict[str, StoredTensor] = {}
     for name, place in places.items():
         base = name.removesuffix("_blocks").removesuffix("_scales")
-        pair = places.get(f"{base}_blocks"), places.get(f"{base}_scales")
-        codes, scales = pair
+        codes, scales = places.get(f"{base}_blocks"), places.get(f"{base}_scales")
         if codes is None or scales is None or not is_mxfp4(codes, scales):
             tensors[name] = StoredTensor(place.shape, FLOATS, place.read, place.refusal)
             continue
