@@ -113,7 +113,7 @@ def test_compile__fifty_times_in_one_process_keeps_its_memory():
 
 
 def test_tests__are_collected_without_pytorch():
-    """The README's environment has none: a file that imports it skips itself first."""
+    """The README's environment has no PyTorch: a test file that imports it skips itself before."""
     files = sorted(Path(__file__).parent.rglob("test_*.py"))
     begins = {path.name: path.read_text().split('importorskip("torch"')[0] for path in files}
     found = [

@@ -34,7 +34,7 @@ CONFIG = {
 }  # fmt: skip
 OPTIONS = rq.CausalLMOptions(max_length=32, cache="float32")
 MXFP4 = gguf.GGMLQuantizationType.MXFP4
-#: Our parts of a name in GGUF -> those of transformers.
+#: Name of a tensor in GGUF -> its name in transformers. Those of a layer are without its number.
 NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
@@ -94,7 +94,7 @@ def list_floats(network, stored):
 
 
 def check(source, model, tokens):
-    """Data of products in blocks is rounded to 8 bits, here that of experts."""
+    """Products with experts round their data to 8 bits, so scores are not equal."""
     with torch.no_grad():
         want = model[0](torch.tensor(tokens)).logits.numpy()
     pair = rq.load(source, causal_lm=OPTIONS)

@@ -215,7 +215,9 @@ def test_channel_reads__split_is_what_scale_scales() -> None:
 
 @pytest.mark.parametrize(("is_depthwise", "expected"), [(True, [-2, 0, 0, 0]), (False, [0] * 4)])
 def test_balance_pair__a_factor_of_four_counts_before_a_depthwise_layer(is_depthwise, expected):
-    """Its weight scales take any factor. Those of a dense layer belong to all channels."""
+    """A depthwise layer has a weight scale for each channel, which takes any factor. A weight scale
+    of a dense layer is for all channels.
+    """
     var = relax.Var("x", relax.TensorType((1,), "float32"))
     groups = 4 if is_depthwise else 1
     pair = LayerPair(var, var, None, 0, ChannelReads(1, 0, groups))

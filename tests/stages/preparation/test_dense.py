@@ -252,7 +252,7 @@ def test_weight_repeated_at_run_time_on_the_left__comes_second(check_same_number
 
 
 def test_weight_repeated_at_run_time__stays_where_it_makes_products():
-    """The number of products is that of the weights, not of the data."""
+    """The weights say how many products there are, and the data does not."""
 
     def emit(n, builder, like):
         data = relax.const(draw(1, 2, 3))
