@@ -12,7 +12,9 @@ specified.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,75 +25,145 @@ from relayquant.ir.reference.row_arithmetic import exponentiate
 __all__ = ["gru", "lstm", "rnn"]
 
 Array = np.ndarray[Any, Any]
-#: (gates of one step without the hidden state, index of the row, states) -> new states
-Step = Callable[[Array, list[Array]], list[Array]]
+#: (gates of one step without the hidden state, states) -> new states
+Step = Callable[[Any, list[Any]], list[Any]]
 F32 = np.float32
 
 
-def apply_activation(name: str, value: Array) -> Array:
-    """Compute an activation of float32 values."""
-    if name == "relu":
-        return np.where(value > 0, value, F32(0))
-    power = exponentiate(np.abs(value) * F32(-1 if name == "sigmoid" else -2))
-    if name == "sigmoid":
-        return np.where(value >= 0, F32(1), power) / (F32(1) + power)
-    size = (F32(1) - power) / (F32(1) + power)
-    return np.where(value < 0, -size, size)
+class ArrayLayer(ABC):
+    """All steps of a layer, on the arrays of one library.
 
+    Attributes:
+        library: numpy, or PyTorch.
+    """
 
-def multiply(rows: Array, weight: Array, scale: Array) -> Array:
-    """Multiply float32 rows (B, H) by columns of the weight (H, N), as integers if it is int8."""
-    if weight.dtype == np.float32:
-        return rows @ weight
-    levels, step = quantize_rows(rows)
-    # Products of bytes: float64 holds their sums exactly.
-    sums = (levels.astype("float64") @ weight.astype("float64")).astype("float32")
-    return sums * (step * scale)
-
-
-class ReferenceRecurrence:
-    """Operands and attributes that the three operators share."""
+    library: Any
 
     def __init__(
-        self,
-        data: Array,
-        weight: Array,
-        weight_scale: Any,
-        lengths: Any,
-        activations: Sequence[str],
-        clip: float,
-        is_reversed: bool,
+        self, data: Any, weight: Any, attrs: Any, peepholes: Any = 0.0, hidden_bias: Any = 0.0
     ) -> None:
-        self.data, self.weight = np.asarray(data, "float32"), np.asarray(weight)
-        self.units, width = self.weight.shape
-        self.scale = np.broadcast_to(np.asarray(weight_scale, "float32"), (width,))
-        self.lengths, self.is_reversed = np.asarray(lengths), bool(is_reversed)
-        self.activations, self.clip = [str(name) for name in activations], F32(clip)
+        self.data, self.weight, self.attrs = data, weight, attrs
+        self.units = weight.shape[0]
+        self.peepholes = self.spread(peepholes, (3, self.units))
+        self.hidden_bias = self.spread(hidden_bias, (self.units,))
 
-    def apply(self, at: int, value: Array) -> Array:
+    @abstractmethod
+    def spread(self, value: Any, shape: tuple[int, ...]) -> Any:
+        """Broadcast a value, with the dtype of the data."""
+
+    @abstractmethod
+    def activate(self, name: str, value: Any) -> Any:
+        """Compute "sigmoid", "tanh" or "relu"."""
+
+    @abstractmethod
+    def multiply(self, rows: Any, columns: slice) -> Any:
+        """Multiply rows (B, H) by columns of the weight."""
+
+    def list_columns(self, begin: int, end: int) -> slice:
+        """Return the columns of gates from `begin` to before `end`."""
+        return slice(begin * self.units, end * self.units)
+
+    def split(self, gates: Any) -> list[Any]:
+        """Split rows (B, G * H) into gates (B, H)."""
+        count = gates.shape[1] // self.units
+        return [gates[:, self.list_columns(at, at + 1)] for at in range(count)]
+
+    def bound(self, value: Any, limit: float) -> Any:
+        """Clip a value to -limit .. limit, unless `limit` is 0."""
+        return self.library.clip(value, -limit, limit) if limit else value
+
+    def apply(self, at: int, value: Any) -> Any:
         """Compute activation number `at`, after the clip."""
-        if self.clip and at < 2:
-            value = np.clip(value, -self.clip, self.clip)
-        return apply_activation(self.activations[at], value)
+        value = self.bound(value, float(self.attrs.clip)) if at < 2 else value
+        return self.activate(str(self.attrs.activations[at]), value)
 
-    def multiply(self, rows: Array, begin: int, end: int) -> Array:
-        """Multiply rows (B, H) by the weights of some gates."""
-        columns = slice(begin * self.units, end * self.units)
-        return multiply(rows, self.weight[:, columns], self.scale[columns])
+    def run_lstm(self, hidden: Any, cell: Any, lengths: Any) -> Any:
+        look = self.peepholes
 
-    def run(self, step: Step, *initial: Any) -> Array:
-        """Run all steps -> float32 (states + T, B, H)."""
-        steps, batch, _ = self.data.shape
-        shape = (batch, self.units)
-        states = [np.broadcast_to(np.asarray(value, "float32"), shape) for value in initial]
-        out = np.zeros((len(states) + steps, *shape), "float32")
-        for t in reversed(range(steps)) if self.is_reversed else range(steps):
-            is_inside = np.broadcast_to(t < self.lengths, (batch,))[:, None]
+        def step(gates: Any, states: list[Any]) -> list[Any]:
+            old, state = states
+            total = gates + self.multiply(old, slice(None))
+            entry, exit_, forget, new = self.split(total)
+            entry = self.apply(0, entry + look[0] * state)
+            if self.attrs.input_forget:
+                forget = 1 - entry
+            else:
+                forget = self.apply(0, forget + look[2] * state)
+            state = forget * state + entry * self.apply(1, new)
+            state = self.bound(state, float(self.attrs.cell_clip))
+            return [self.apply(0, exit_ + look[1] * state) * self.apply(2, state), state]
+
+        return self.run(step, lengths, hidden, cell)
+
+    def run_gru(self, hidden: Any, lengths: Any) -> Any:
+        pair, last = self.list_columns(0, 2), self.list_columns(2, 3)
+
+        def step(gates: Any, states: list[Any]) -> list[Any]:
+            (old,) = states
+            parts = self.split(gates[:, pair] + self.multiply(old, pair))
+            update, reset = (self.apply(0, part) for part in parts)
+            if self.attrs.linear_before_reset:
+                product = reset * (self.multiply(old, last) + self.hidden_bias)
+            else:
+                product = self.multiply(reset * old, last)
+            new = self.apply(1, gates[:, last] + product)
+            return [(1 - update) * new + update * old]
+
+        return self.run(step, lengths, hidden)
+
+    def run_rnn(self, hidden: Any, lengths: Any) -> Any:
+        def step(gates: Any, states: list[Any]) -> list[Any]:
+            return [self.apply(0, gates + self.multiply(states[0], slice(None)))]
+
+        return self.run(step, lengths, hidden)
+
+    def run(self, step: Step, lengths: Any, *initial: Any) -> Any:
+        """Run all steps -> the last states, then the hidden state of each step: (S + T, B, H)."""
+        library, (steps, batch, _) = self.library, self.data.shape
+        lengths = library.asarray(lengths)
+        states = [self.spread(value, (batch, self.units)) for value in initial]
+        outputs = [None] * steps
+        for t in reversed(range(steps)) if self.attrs.is_reversed else range(steps):
+            is_inside = library.broadcast_to(t < lengths, (batch,))[:, None]
             new = step(self.data[t], states)
-            out[len(states) + t] = np.where(is_inside, new[0], F32(0))
-            states = [np.where(is_inside, *pair) for pair in zip(new, states, strict=True)]
-        out[: len(states)] = states
-        return out
+            outputs[t] = library.where(is_inside, new[0], library.zeros_like(new[0]))
+            states = [library.where(is_inside, *pair) for pair in zip(new, states, strict=True)]
+        return library.stack([*states, *outputs])
+
+
+class NumpyLayer(ArrayLayer):
+    """A layer as compiled code computes it."""
+
+    library = np
+
+    def __init__(
+        self, data: Array, weight: Array, weight_scale: Any, attrs: Mapping[str, Any], **more: Any
+    ) -> None:
+        weight = np.asarray(weight)
+        super().__init__(np.asarray(data, "float32"), weight, SimpleNamespace(**attrs), **more)
+        self.scale = self.spread(weight_scale, weight.shape[1:])
+
+    def spread(self, value: Any, shape: tuple[int, ...]) -> Array:
+        return np.broadcast_to(np.asarray(value, "float32"), shape)
+
+    def activate(self, name: str, value: Array) -> Array:
+        if name == "relu":
+            return np.where(value > 0, value, F32(0))
+        power = exponentiate(np.abs(value) * F32(-1 if name == "sigmoid" else -2))
+        if name == "sigmoid":
+            return np.where(value >= 0, F32(1), power) / (F32(1) + power)
+        size = (F32(1) - power) / (F32(1) + power)
+        return np.where(value < 0, -size, size)
+
+    def multiply(self, rows: Array, columns: slice) -> Array:
+        """Multiply float32 rows by columns of the weight, as integers if it is int8."""
+        weight = self.weight[:, columns]
+        if weight.dtype == np.float32:
+            return rows @ weight
+        levels, step = quantize_rows(rows)
+        # Products of bytes: float64 holds their sums exactly.
+        sums = (levels.astype("float64") @ weight.astype("float64")).astype("float32")
+        return sums * (step * self.scale[columns])
 
 
 def lstm(
@@ -102,28 +174,11 @@ def lstm(
     cell: Any,
     peepholes: Any,
     lengths: Any,
-    *,
-    activations: Sequence[str],
-    clip: float,
-    is_reversed: bool,
-    input_forget: bool,
-    cell_clip: float,
+    **attrs: Any,
 ) -> Array:
     """Run an LSTM -> last hidden state, last cell, and the hidden state of each step."""
-    run = ReferenceRecurrence(data, weight, weight_scale, lengths, activations, clip, is_reversed)
-    look = np.broadcast_to(np.asarray(peepholes, "float32"), (3, run.units))
-
-    def step(gates: Array, states: list[Array]) -> list[Array]:
-        old, state = states
-        entry, exit_, forget, new = np.split(gates + run.multiply(old, 0, 4), 4, axis=-1)
-        entry = run.apply(0, entry + look[0] * state)
-        forget = F32(1) - entry if input_forget else run.apply(0, forget + look[2] * state)
-        state = forget * state + entry * run.apply(1, new)
-        if cell_clip:
-            state = np.clip(state, -F32(cell_clip), F32(cell_clip))
-        return [run.apply(0, exit_ + look[1] * state) * run.apply(2, state), state]
-
-    return run.run(step, hidden, cell)
+    layer = NumpyLayer(data, weight, weight_scale, attrs, peepholes=peepholes)
+    return layer.run_lstm(hidden, cell, lengths)
 
 
 def gru(
@@ -133,46 +188,15 @@ def gru(
     hidden: Any,
     hidden_bias: Any,
     lengths: Any,
-    *,
-    activations: Sequence[str],
-    clip: float,
-    is_reversed: bool,
-    linear_before_reset: bool,
+    **attrs: Any,
 ) -> Array:
     """Run a GRU -> last hidden state, and the hidden state of each step."""
-    run = ReferenceRecurrence(data, weight, weight_scale, lengths, activations, clip, is_reversed)
-
-    def step(gates: Array, states: list[Array]) -> list[Array]:
-        (old,) = states
-        width = 2 * run.units
-        update, reset = np.split(gates[:, :width] + run.multiply(old, 0, 2), 2, axis=-1)
-        update, reset = run.apply(0, update), run.apply(0, reset)
-        if linear_before_reset:
-            product = run.multiply(old, 2, 3) + np.asarray(hidden_bias, "float32")
-            product = reset * product
-        else:
-            product = run.multiply(reset * old, 2, 3)
-        new = run.apply(1, gates[:, width:] + product)
-        return [(F32(1) - update) * new + update * old]
-
-    return run.run(step, hidden)
+    layer = NumpyLayer(data, weight, weight_scale, attrs, hidden_bias=hidden_bias)
+    return layer.run_gru(hidden, lengths)
 
 
 def rnn(
-    data: Array,
-    weight: Array,
-    weight_scale: Any,
-    hidden: Any,
-    lengths: Any,
-    *,
-    activations: Sequence[str],
-    clip: float,
-    is_reversed: bool,
+    data: Array, weight: Array, weight_scale: Any, hidden: Any, lengths: Any, **attrs: Any
 ) -> Array:
     """Run a simple recurrent layer -> last hidden state, and the hidden state of each step."""
-    run = ReferenceRecurrence(data, weight, weight_scale, lengths, activations, clip, is_reversed)
-
-    def step(gates: Array, states: list[Array]) -> list[Array]:
-        return [run.apply(0, gates + run.multiply(states[0], 0, 1))]
-
-    return run.run(step, hidden)
+    return NumpyLayer(data, weight, weight_scale, attrs).run_rnn(hidden, lengths)
