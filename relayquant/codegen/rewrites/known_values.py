@@ -8,8 +8,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call, GenericConst
 
-from relayquant.ir.reference.folding import compute_constant
-from relayquant.ir.reference.single_call import get_tensor_dtype
+from relayquant.ir.reference.folding import fold_call
 from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.function import mutate_functions
 from relayquant.ir.rewrite.graph import free_vars
@@ -18,7 +17,7 @@ from relayquant.ir.rewrite.graph import free_vars
 def fold_known_values(mod: tvm.IRModule) -> tvm.IRModule:
     """Rewrite f(constants) -> constant, or a tuple of constants, and tuples -> their fields.
 
-    The results are the reference's, see `compute_constant`.
+    The results are the reference's, see `fold_call`.
     """
     return mutate_functions(mod, Folding(mod))
 
@@ -39,10 +38,8 @@ class Folding(relax.PyExprMutator):
         if any(map(free_vars, operands)):
             return visited
         known = self.builder_.normalize(with_operands(visited, operands))
-        result = compute_constant(known, self._mod)
-        if isinstance(result, str):
-            return visited
-        return make_constant(result, known.ty)
+        result = fold_call(known, self._mod)
+        return visited if isinstance(result, str) else result
 
     def visit_tuple_getitem_(self, op: relax.TupleGetItem) -> relax.Expr:  # pyright: ignore[reportIncompatibleMethodOverride]
         visited: Any = self.visit_expr_post_order(op)
@@ -60,10 +57,3 @@ class Folding(relax.PyExprMutator):
         if isinstance(value, GenericConst | relax.ShapeExpr):
             return value
         return self.look_up(value) if isinstance(value, relax.Var | relax.Tuple) else operand
-
-
-def make_constant(result: Any, ty: Any) -> relax.Expr:
-    """Return an array, or a tuple of arrays, of a type as an expression."""
-    if isinstance(result, tuple):
-        return relax.Tuple([*map(make_constant, result, ty.fields)])
-    return relax.const(result, get_tensor_dtype(ty))

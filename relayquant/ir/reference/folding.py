@@ -32,9 +32,16 @@ PACKED = "float4_e2m1fn"
 EFFECTS = ("relax.call_", "relax.builtin.", "relax.memory.", "relax.vm.")
 
 
-def compute_constant(
-    call: Call, mod: tvm.IRModule | None = None
-) -> Array | tuple[Array, ...] | str:
+def emit_folded(builder: relax.BlockBuilder, call: Call) -> relax.Expr:
+    """Bind a call of an operator with one result, or return that as a constant if the operands
+    are constants.
+    """
+    typed: Any = builder.normalize(call)
+    folded = fold_call(typed)
+    return builder.emit(typed) if isinstance(folded, str) else folded
+
+
+def fold_call(call: Call, mod: tvm.IRModule | None = None) -> relax.Expr | str:
     """Compute a call of an operator on constants, shapes and numbers.
 
     Args:
@@ -42,7 +49,7 @@ def compute_constant(
         mod: Module with the functions that the call uses, if it uses some.
 
     Returns:
-        The result, a tuple of arrays if it is a tuple of tensors, or why the call is not folded.
+        The result, a tuple of constants if it is a tuple of tensors, or why the call is not folded.
     """
     name = call_name(call)
     if not isinstance(call.op, Op) or name.startswith(EFFECTS) or not call.op.get_attr("FPurity"):
@@ -71,7 +78,13 @@ def compute_constant(
             found = conform_value(frame, call.ty, value, name, call)
     except ModelError as error:  # compilation reports it, if it fails too
         return str(error)
-    return tuple(map(np.array, found)) if isinstance(found, tuple) else np.array(found)
+    if isinstance(found, tuple):
+        return relax.Tuple([*map(make_constant, found, types)])
+    return make_constant(found, call.ty)
+
+
+def make_constant(array: Any, ty: Any) -> relax.Expr:
+    return relax.const(np.array(array, order="C"), get_tensor_dtype(ty))
 
 
 def is_stored(ty: Any) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
-from relayquant.ir.reference.folding import compute_constant
-from relayquant.ir.reference.single_call import get_tensor_dtype
+from relayquant.ir.reference.folding import fold_call
 from relayquant.ir.rewrite.editor import Editor
-from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_dtype
+from relayquant.ir.rewrite.graph import constant_value, static_size
 from relayquant.ir.rewrite.rule import Skip, decline
 from relayquant.stages.preparation.tensors import make_const
 
@@ -22,15 +21,8 @@ def fold_constants(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """
     if editor.op_name(var).startswith(KEPT):
         return decline("an operator that is never folded")
-    result = compute_constant(editor.call_of(var))
-    if isinstance(result, str):
-        return decline(result)
-    if isinstance(result, tuple):
-        types = var.ty.fields
-        return relax.Tuple(
-            [make_const(each, get_tensor_dtype(ty)) for each, ty in zip(result, types, strict=True)]
-        )
-    return make_const(result, tensor_dtype(var))
+    result = fold_call(editor.call_of(var))
+    return decline(result) if isinstance(result, str) else result
 
 
 def fold_shapes(editor: Editor, var: relax.Var) -> relax.Expr | Skip:

@@ -17,7 +17,8 @@ from relayquant.formats.readers.onnx.frontend import run_frontend, sum_in_float3
 from relayquant.formats.readers.onnx.sizes import known_shape
 from relayquant.formats.readers.pooling import Windows
 from relayquant.formats.readers.refusal import Refusal
-from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+from relayquant.ir.reference.folding import emit_folded
+from relayquant.ir.rewrite.graph import tensor_shape
 
 
 def resolve_auto_pad(
@@ -79,11 +80,7 @@ def add_bias(bb: Builder, value: relax.Expr, bias: relax.Expr | None) -> relax.E
         return value
     value = bb.normalize(value)
     ones = [1] * (value.ty.ndim - 2)
-    array = constant_value(bias)
-    if array is not None:
-        bias = relax.const(array.reshape([1, -1, *ones]), str(array.dtype))
-    else:
-        bias = relax.op.reshape(bias, [1, -1, *ones])
+    bias = emit_folded(bb, relax.op.reshape(bias, [1, -1, *ones]))
     return relax.op.add(bb.emit(value), bias)
 
 

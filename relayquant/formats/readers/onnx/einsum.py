@@ -12,13 +12,13 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from tvm import relax
 
 from relayquant.errors import format_count
 from relayquant.formats.readers.onnx.broadcast import Size, list_sizes, merge_sizes
 from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.refusal import Refusal
+from relayquant.ir.reference.folding import emit_folded
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 
@@ -151,12 +151,7 @@ def permute(bb: Builder, term: Term, labels: Iterable[str]) -> Term:
     if labels == term.labels:
         return term
     axes = [term.labels.index(label) for label in labels]
-    array = constant_value(term.value)
-    if array is not None:
-        return Term(
-            relax.const(np.ascontiguousarray(array.transpose(axes)), str(array.dtype)), labels
-        )
-    return Term(bb.emit(relax.op.permute_dims(term.value, axes)), labels)
+    return Term(emit_folded(bb, relax.op.permute_dims(term.value, axes)), labels)
 
 
 # -- two operands ----------------------------------------------------------------------------------
@@ -205,10 +200,7 @@ def join(
     if all(len(group) == 1 for group in groups):
         return term.value
     joined = [math.prod((sizes[label] for label in group), start=1) for group in groups]
-    array = constant_value(term.value)
-    if array is not None:
-        return relax.const(array.reshape([int(size) for size in joined]), str(array.dtype))
-    return bb.emit(relax.op.reshape(term.value, relax.ShapeExpr(joined)))
+    return emit_folded(bb, relax.op.reshape(term.value, relax.ShapeExpr(joined)))
 
 
 def spread_labels(bb: Builder, term: Term, other: Term, labels: Sequence[str]) -> Term:

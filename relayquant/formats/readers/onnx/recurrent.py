@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 from tvm import relax, tirx
 from tvm.ir import Call
 
@@ -27,6 +26,7 @@ from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.steps import (
     check_steps,
     find_length,
+    join_values,
     slice_element,
     take_element,
 )
@@ -34,6 +34,7 @@ from relayquant.formats.readers.recurrent_layer import emit_layer
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.qnn.recurrent import ACTIVATIONS
+from relayquant.ir.reference.folding import emit_folded
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 #: An activation with its parameters, applied after the clip.
@@ -379,8 +380,8 @@ class RecurrentNode:
         both, gates = take_element(self.bb, bias, at, 0), self.cell.gates
         outer, inner = (self.slice_gates(both, k * gates, (k + 1) * gates) for k in (0, 1))
         if not self.resets_product:
-            return self.add_constants(outer, inner), None
-        total = self.add_constants(*(self.slice_gates(each, 0, 2) for each in (outer, inner)))
+            return self.add(outer, inner), None
+        total = self.add(*(self.slice_gates(each, 0, 2) for each in (outer, inner)))
         total = self.join([total, self.slice_gates(outer, 2, 3)], 0)
         return total, self.slice_gates(inner, 2, 3)
 
@@ -397,24 +398,18 @@ class RecurrentNode:
 
         Backwards, the steps after the end come first and leave the state unchanged.
         """
-        array, axes = constant_value(lengths), [1, 2] if self.layout else [0, 2]
-        if array is not None:
-            return relax.const(np.expand_dims(step < array, axes), "bool")
-        inside = relax.op.greater(lengths, relax.const(step, str(lengths.ty.dtype)))
-        return self.bb.emit(relax.op.expand_dims(self.bb.emit(inside), axes))
+        inside = self.emit(relax.op.greater(lengths, relax.const(step, str(lengths.ty.dtype))))
+        return self.emit(relax.op.expand_dims(inside, [1, 2] if self.layout else [0, 2]))
 
     # -- small pieces ------------------------------------------------------------------------------
 
+    def emit(self, call: Call) -> relax.Expr:
+        """Bind a call. The result for constants is a constant."""
+        return emit_folded(self.bb, call)
+
     def add(self, left: relax.Expr, right: relax.Expr | None) -> relax.Expr:
         """Emit left + right. left if right is None."""
-        return left if right is None else self.bb.emit(relax.op.add(left, right))
-
-    def add_constants(self, left: relax.Expr, right: relax.Expr) -> relax.Expr:
-        """Emit left + right. The sum of constants is a constant."""
-        arrays = constant_value(left), constant_value(right)
-        if arrays[0] is None or arrays[1] is None:
-            return self.add(left, right)
-        return relax.const(arrays[0] + arrays[1], str(arrays[0].dtype))
+        return left if right is None else self.emit(relax.op.add(left, right))
 
     def multiply(self, left: relax.Expr, right: relax.Expr) -> relax.Expr:
         """Emit left * right."""
@@ -438,45 +433,25 @@ class RecurrentNode:
 
     def cut(self, state: relax.Expr, at: int) -> relax.Expr:
         """Return one direction of a state. The axis is kept."""
-        array = constant_value(state)
-        if array is not None:
-            return relax.const(np.take(array, [at], self.layout), str(array.dtype))
         shape = tensor_shape(state)
         if shape is not None and shape[self.layout] == 1:
             return state
         return slice_element(self.bb, state, at, self.layout)
 
     def expand(self, value: relax.Expr, axis: int) -> relax.Expr:
-        """Insert an axis of size 1. A constant stays a constant."""
-        array = constant_value(value)
-        if array is not None:
-            return relax.const(np.expand_dims(array, axis), str(array.dtype))
-        return self.bb.emit(relax.op.expand_dims(value, axis))
+        """Insert an axis of size 1."""
+        return self.emit(relax.op.expand_dims(value, axis))
 
     def slice_gates(self, matrix: relax.Expr, first: int, last: int) -> relax.Expr:
-        """Return the rows from gate `first` to before `last`. A constant stays a constant."""
-        begin, end = first * self.hidden, last * self.hidden
-        array = constant_value(matrix)
-        if array is not None:
-            return relax.const(np.ascontiguousarray(array[begin:end]), str(array.dtype))
-        return slice_element(self.bb, matrix, begin, 0, end - begin)
+        """Return the rows from gate `first` to before `last`."""
+        size = self.hidden
+        return slice_element(self.bb, matrix, first * size, 0, (last - first) * size)
 
     def transpose(self, matrix: relax.Expr) -> relax.Expr:
-        """Transpose the matrix. A constant stays a constant."""
-        array = constant_value(matrix)
-        if array is not None:
-            return relax.const(np.ascontiguousarray(array.T), str(array.dtype))
-        return self.bb.emit(relax.op.permute_dims(matrix, [1, 0]))
+        return self.emit(relax.op.permute_dims(matrix, [1, 0]))
 
     def join(self, values: Sequence[relax.Expr], axis: int) -> relax.Expr:
-        """Concatenate values along an axis. The result for constants is a constant."""
-        if len(values) == 1:
-            return values[0]
-        arrays = [constant_value(value) for value in values]
-        if all(array is not None for array in arrays):
-            joined = np.concatenate(arrays, axis)  # pyright: ignore[reportCallIssue, reportArgumentType]
-            return relax.const(joined, str(joined.dtype))
-        return self.bb.emit(relax.op.concat(list(values), axis))
+        return join_values(self.bb, values, axis)
 
 
 # -- steps -----------------------------------------------------------------------------------------

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from tvm import relax
 
-from relayquant.formats.readers.onnx.fold import find_array
+from relayquant.formats.readers.onnx.fold import settle_sizes
 from relayquant.formats.readers.refusal import Refusal, find_inputs
-from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+from relayquant.ir.reference.folding import emit_folded
+from relayquant.ir.rewrite.graph import tensor_shape
 
 #: Largest number of steps that one operator is unrolled to.
 MAX_STEPS = 4096
@@ -38,24 +38,25 @@ def find_length(bb: relax.BlockBuilder, data: relax.Expr, axis: int) -> int:
 
 def take_element(bb: relax.BlockBuilder, data: relax.Expr, at: int, axis: int) -> relax.Expr:
     """Return data[..., at, ...]. A constant stays a constant."""
-    array = constant_value(data)
-    if array is not None:
-        return relax.const(np.take(array, at, axis), str(array.dtype))
-    return bb.emit(relax.op.squeeze(slice_element(bb, data, at, axis), [axis]))
+    return emit_folded(bb, relax.op.squeeze(slice_element(bb, data, at, axis), [axis]))
 
 
 def slice_element(
     bb: relax.BlockBuilder, data: relax.Expr, at: int, axis: int, count: int = 1
 ) -> relax.Expr:
-    """Return data[..., at : at + count, ...]."""
-    return bb.emit(relax.op.strided_slice(data, [axis], [at], [at + count], [1]))
+    """Return data[..., at : at + count, ...]. A constant stays a constant."""
+    return emit_folded(bb, relax.op.strided_slice(data, [axis], [at], [at + count], [1]))
 
 
 def stack_values(bb: relax.BlockBuilder, values: Sequence[relax.Expr], axis: int) -> relax.Expr:
     """Stack the values along a new axis. The result for constants is a constant."""
-    arrays = [array for value in values if (array := find_array(value)) is not None]
-    if len(arrays) == len(values):
-        array = np.stack(arrays, axis)
-        return relax.const(array, str(array.dtype))
-    expanded = [bb.emit(relax.op.expand_dims(value, axis)) for value in values]
-    return bb.emit(relax.op.concat(expanded, axis)) if len(expanded) > 1 else expanded[0]
+    expanded = [
+        emit_folded(bb, relax.op.expand_dims(settle_sizes(value), axis)) for value in values
+    ]
+    return join_values(bb, expanded, axis)
+
+
+def join_values(bb: relax.BlockBuilder, values: Sequence[relax.Expr], axis: int) -> relax.Expr:
+    """Concatenate values along an axis. The result for constants is a constant."""
+    joined = relax.op.concat(list(values), axis)
+    return values[0] if len(values) == 1 else emit_folded(bb, joined)
