@@ -14,6 +14,7 @@ import pytest
 import tvm
 import tvm_ffi
 from float_models import MAP, build_model, draw_batches
+from module_constants import list_constants
 from tvm import relax
 from tvm.ir import GenericConst
 from tvm.relax import op
@@ -291,10 +292,10 @@ def test_tensors__elements_that_share_bytes(tmp_path, count):
     mod = add_constants(relax.const(tensor))
     path = rq.save_module(mod, tmp_path / "m.rqm")
     assert read_archive(path, KIND, WHAT).arrays["0"].tobytes().endswith(data)
-    (constant,) = list_constants(rq.load(path)[0])
+    (constant,) = read_vectors(path)
     assert pack_tensor(constant).tobytes() == pack_tensor(tensor).tobytes()
     write_all_as_entries(path, mod)  # of TVM's bytes, twice as many
-    (constant,) = list_constants(rq.load(path)[0])
+    (constant,) = read_vectors(path)
     assert pack_tensor(constant).tobytes() == pack_tensor(tensor).tobytes()
 
 
@@ -305,19 +306,13 @@ def test_tensors__elements_of_several_lanes(tmp_path):
     mod = add_constants(relax.const(np.ones(3, "float32")))
     constant = GenericConst(tensor, relax.TensorType((3,), "float32"))
     mod = tvm_ffi.structural_map(mod, (GenericConst, lambda each: constant))
-    (found,) = list_constants(rq.load(rq.save_module(mod, tmp_path / "m.rqm"))[0])
+    (found,) = read_vectors(rq.save_module(mod, tmp_path / "m.rqm"))
     assert pack_tensor(found).tobytes() == pack_tensor(tensor).tobytes()
 
 
-def list_constants(mod):
-    found = []
-
-    def visit(expr):
-        if isinstance(expr, GenericConst) and expr.value.ndim == 1:
-            found.append(expr.value)
-
-    relax.analysis.post_order_visit(mod["main"], visit)
-    return found
+def read_vectors(path):
+    constants = list_constants(rq.load(path)[0]["main"])
+    return [constant.value for constant in constants if constant.value.ndim == 1]
 
 
 def test_tensors__elements_that_share_bytes_are_in_constants_only(tmp_path):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import tvm
+from module_constants import list_constants
 from tiny_llama import (
     AFFINE_ROWS,
     ROWS,
@@ -290,16 +291,12 @@ def test_params__of_a_file_in_place(llama, tmp_path):
 def test_params__float_weights_stay_once(llama):
     """Tables that stay are constants, one for both functions; the other weights are gone."""
     q = rq.compress_weights(*llama, embedding_bits=None)
-    floats = {}
-    for name in ("prefill", "decode"):
-        tvm.relax.analysis.post_order_visit(
-            q[name],
-            lambda e: (
-                floats.setdefault(e.value.data_ptr(), e)
-                if isinstance(e, tvm.ir.GenericConst) and tuple(e.value.shape) == (64, 32)
-                else None
-            ),
-        )
+    floats = {
+        constant.value.data_ptr(): constant
+        for name in ("prefill", "decode")
+        for constant in list_constants(q[name])
+        if tuple(constant.value.shape) == (64, 32)
+    }
     (table,) = floats.values()
     np.testing.assert_array_equal(table.value.numpy(), llama[1]["embedding.weight"])
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import tvm
+from module_constants import list_constants
 from tvm import relax
-from tvm.ir import GenericConst
 
 import relayquant as rq
 from relayquant.ir.reference import run as run_numpy
@@ -14,18 +14,6 @@ from relayquant.stages.conversion import fold
 from relayquant.stages.preparation import canonical
 
 RNG = np.random.default_rng(3)
-
-
-def list_constants(mod, least=1):
-    """Constants of main of at least so many elements, each object once."""
-    found = []
-
-    def visit(expr):
-        if isinstance(expr, GenericConst) and expr.value.numpy().size >= least:
-            found.extend([] if any(expr.same_as(other) for other in found) else [expr])
-
-    relax.analysis.post_order_visit(mod["main"], visit)
-    return found
 
 
 def make_tied_matmuls():
@@ -66,17 +54,17 @@ def test_shared_weight__stays_one_constant_through_all_stages(make, monkeypatch)
     shape = [int(size) for size in mod["main"].params[0].ty.shape]
     data = [{"x": RNG.normal(size=shape).astype("float32")} for _ in range(4)]
     prepared = rq.prepare(mod).mod
-    (float_weight,) = list_constants(prepared, 64)
+    (float_weight,) = list_constants(prepared["main"], 64)
     expected = compute(data[0]["x"])
     np.testing.assert_allclose(run_numpy(prepared, data[0])[0], expected, rtol=1e-4, atol=1e-5)
 
     shared = rq.quantize(mod, None, data, effort="fast")
-    (weight,) = list_constants(shared, 64)
+    (weight,) = list_constants(shared["main"], 64)
     assert str(weight.ty.dtype) == "int8"
     assert weight.value.numpy().size == float_weight.value.numpy().size
     saved = tvm.ir.save_json(shared)
     loaded = tvm.ir.load_json(saved)
-    assert len(list_constants(loaded, 64)) == 1
+    assert len(list_constants(loaded["main"], 64)) == 1
     (got,) = run_numpy(loaded, data[0])
     assert np.abs(got - expected).max() < 0.05 * np.abs(expected).max()
 
@@ -84,7 +72,7 @@ def test_shared_weight__stays_one_constant_through_all_stages(make, monkeypatch)
     for stage in (canonical, fold):
         monkeypatch.setattr(stage, "share_constants", lambda mod: mod)
     apart = rq.quantize(mod, None, data, effort="fast")
-    assert len(list_constants(apart, 64)) == 2
+    assert len(list_constants(apart["main"], 64)) == 2
     np.testing.assert_array_equal(run_numpy(apart, data[0])[0], got)
     assert len(tvm.ir.save_json(apart)) - len(saved) > weight.value.numpy().nbytes
 
@@ -92,7 +80,7 @@ def test_shared_weight__stays_one_constant_through_all_stages(make, monkeypatch)
 def test_weights_fitted_for_each_use__are_two():
     mod, _ = make_tied_matmuls()
     data = [{"x": RNG.normal(size=(8, 32)).astype("float32")} for _ in range(4)]
-    weights = list_constants(rq.quantize(mod, None, data, effort="balanced"), 64)
+    weights = list_constants(rq.quantize(mod, None, data, effort="balanced")["main"], 64)
     assert len(weights) == 2
     first, second = (weight.value.numpy() for weight in weights)
     assert (first != second).any()  # equal ones would have been one
@@ -117,8 +105,8 @@ def test_share_constants__type_and_bits(left, right, are_one):
     consts = [relax.const(array, str(array.dtype)) for array in (left, right)]
     before = make_main([], lambda builder: relax.Tuple(consts))
     after = share_constants(before)
-    assert len(list_constants(before, 0)) == 2
-    assert len(list_constants(after, 0)) == (1 if are_one else 2)
+    assert len(list_constants(before["main"], 0)) == 2
+    assert len(list_constants(after["main"], 0)) == (1 if are_one else 2)
     (results, expected) = (run_numpy(mod, {}) for mod in (after, before))
     for result, wanted in zip(results, expected, strict=True):
         assert result.tobytes() == wanted.tobytes()
@@ -138,8 +126,8 @@ def test_share_constants__keeps_names_attributes_and_other_functions():
     other = make_main([z], lambda builder: relax.op.nn.relu(z))["main"]
     before["other"] = other.with_attr("global_symbol", "other")
     after = share_constants(before)
-    assert len(list_constants(before)) == 2
-    assert len(list_constants(after)) == 1
+    assert len(list_constants(before["main"])) == 2
+    assert len(list_constants(after["main"])) == 1
     tvm.ir.assert_structural_equal(after, before)
     assert after.attrs["kept"] == "yes"
     assert share_constants(after) is after
