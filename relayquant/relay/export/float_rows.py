@@ -20,9 +20,15 @@ from relayquant.relay.export.base import Export, Exports, ExportSite, ints
 from relayquant.relay.export.releases import IOW_SINCE
 
 
-def same(name: str, count: int = 1) -> Export:
-    """Write an operator with the same operands and no attributes."""
-    return lambda site: site.op(name, *site.args[:count])
+def same(name: str, count: int = 1, **attrs: Callable[[Any], Any]) -> Export:
+    """Write an operator with the first operands of Relax's, and these attributes of it, each
+    converted by a function.
+    """
+    return lambda site: site.op(
+        name,
+        *site.args[:count],
+        **{key: convert(getattr(site.attrs, key)) for key, convert in attrs.items()},
+    )
 
 
 def conv_attrs(site: ExportSite, layout: str, kernel_shape: tuple[int, ...]) -> dict[str, Any]:
@@ -252,10 +258,6 @@ def adaptive_pool(name: str) -> Export:
     return export
 
 
-def softmax(name: str) -> Export:
-    return lambda site: site.op(name, site.args[0], axis=int(site.attrs.axis))
-
-
 def export_batch_norm(site: ExportSite) -> syntax.Expr:
     if site.attrs.training:
         raise ModelError("it is a batch norm in training mode", code="RQ203")
@@ -288,19 +290,6 @@ def export_clip(site: ExportSite) -> syntax.Expr:
     return site.op("clip", site.args[0], a_min=low, a_max=high)
 
 
-def export_leaky_relu(site: ExportSite) -> syntax.Expr:
-    return site.op("nn.leaky_relu", site.args[0], alpha=float(site.attrs.alpha))
-
-
-def export_prelu(site: ExportSite) -> syntax.Expr:
-    axis = int(site.attrs.axis)
-    return site.op("nn.prelu", *site.args, axis=axis)
-
-
-def export_cast(site: ExportSite) -> syntax.Expr:
-    return site.op("cast", site.args[0], dtype=str(site.attrs.dtype))
-
-
 def unary(row: Unary) -> Export:
     """Write Relay's operator with the same meaning, or a formula."""
 
@@ -325,10 +314,6 @@ def export_reshape(site: ExportSite) -> syntax.Expr:
 
 def export_permute(site: ExportSite) -> syntax.Expr:
     return site.op("transpose", site.args[0], axes=tuple(list_permutation(site.call)))
-
-
-def export_flip(site: ExportSite) -> syntax.Expr:
-    return site.op("reverse", site.args[0], axis=int(site.attrs.axis))
 
 
 def export_concat(site: ExportSite) -> syntax.Expr:
@@ -507,20 +492,20 @@ FLOAT_EXPORTS: Exports = {
     "relax.nn.avg_pool2d": avg_pool("nn.avg_pool2d"),
     "relax.nn.adaptive_avg_pool1d": adaptive_pool("nn.adaptive_avg_pool1d"),
     "relax.nn.adaptive_avg_pool2d": adaptive_pool("nn.adaptive_avg_pool2d"),
-    "relax.nn.softmax": softmax("nn.softmax"),
-    "relax.nn.log_softmax": softmax("nn.log_softmax"),
+    "relax.nn.softmax": same("nn.softmax", axis=int),
+    "relax.nn.log_softmax": same("nn.log_softmax", axis=int),
     "relax.nn.batch_norm": export_batch_norm,
     "relax.nn.layer_norm": export_layer_norm,
     "relax.clip": export_clip,
-    "relax.nn.leakyrelu": export_leaky_relu,
-    "relax.nn.prelu": export_prelu,
-    "relax.astype": export_cast,
+    "relax.nn.leakyrelu": same("nn.leaky_relu", alpha=float),
+    "relax.nn.prelu": same("nn.prelu", 2, axis=int),
+    "relax.astype": same("cast", dtype=str),
     "relax.reshape": export_reshape,
     "relax.flatten": export_reshape,
     "relax.expand_dims": export_reshape,
     "relax.squeeze": export_reshape,
     "relax.permute_dims": export_permute,
-    "relax.flip": export_flip,
+    "relax.flip": same("reverse", axis=int),
     "relax.concat": export_concat,
     "relax.stack": export_stack,
     "relax.split": export_split,

@@ -8,7 +8,7 @@ evaluator of the `onnx` package computes it, for the model's opset.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx
@@ -25,41 +25,7 @@ from relayquant.ir.rewrite.graph import constant_value
 #: them.
 MAX_FOLDED = 4096
 
-#: Returns the number of elements of a result, given the operands and their total number of
-#: elements.
-Measure = Callable[[Sequence[np.ndarray]], float]
-
-
-def measure_data_movement(arrays: Sequence[np.ndarray]) -> float:
-    """Bound for operators that move, select or reduce: as many elements as the operands."""
-    return sum(array.size for array in arrays)
-
-
-def measure_broadcast(arrays: Sequence[np.ndarray]) -> float:
-    """Size for elementwise operators."""
-    return math.prod(np.broadcast_shapes(*(array.shape for array in arrays)))
-
-
-def measure_index(arrays: Sequence[np.ndarray]) -> float:
-    """Bound for Gather: the size of the data for each index."""
-    return arrays[0].size * arrays[1].size
-
-
-def measure_nonzero(arrays: Sequence[np.ndarray]) -> float:
-    """Size for NonZero: an index per axis."""
-    return arrays[0].size * max(1, arrays[0].ndim)
-
-
-def measure_expand(arrays: Sequence[np.ndarray]) -> float:
-    """Size for Expand(data, shape)."""
-    return math.prod(max(1, int(size)) for size in arrays[1].ravel()) * arrays[0].size
-
-
-def measure_tile(arrays: Sequence[np.ndarray]) -> float:
-    """Size for Tile(data, repeats)."""
-    return math.prod(int(count) for count in arrays[1].ravel()) * arrays[0].size
-
-
+#: Operators that move, select or reduce. They give at most as many elements as the operands have.
 MOVES = """
     Concat Flatten Identity ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum Reshape Shape Size
     Slice Split Squeeze Transpose Unsqueeze
@@ -70,15 +36,19 @@ ELEMENTWISE = """
     Mod Mul Neg Not Or Pow Reciprocal Sign Sqrt Sub Where Xor
 """
 
-#: Operators that are computed here -> the size of the result. QuantizeLinear and DequantizeLinear
-#: are missing, because quantized values must stay quantized.
-FOLDED: dict[str, Measure] = {
-    **dict.fromkeys(MOVES.split(), measure_data_movement),
-    **dict.fromkeys(ELEMENTWISE.split(), measure_broadcast),
-    "Gather": measure_index,
-    "NonZero": measure_nonzero,
-    "Expand": measure_expand,
-    "Tile": measure_tile,
+#: Operators that are computed here -> a bound of the number of elements of the result, given the
+#: operands. QuantizeLinear and DequantizeLinear are missing, because quantized values must stay
+#: quantized.
+FOLDED: dict[str, Callable[..., float]] = {
+    **dict.fromkeys(MOVES.split(), lambda *arrays: sum(array.size for array in arrays)),
+    **dict.fromkeys(
+        ELEMENTWISE.split(),
+        lambda *arrays: math.prod(np.broadcast_shapes(*(array.shape for array in arrays))),
+    ),
+    "Gather": lambda data, indices: data.size * indices.size,
+    "NonZero": lambda data: data.size * max(1, data.ndim),
+    "Expand": lambda data, shape: math.prod(max(1, int(n)) for n in shape.ravel()) * data.size,
+    "Tile": lambda data, repeats: math.prod(int(count) for count in repeats.ravel()) * data.size,
 }
 
 
@@ -105,7 +75,7 @@ def fold_node(
     if len(known) < len(arrays) or any(array.size > MAX_FOLDED for array in known):
         return None
     try:
-        if measure([arrays[name] for name in node.input if name]) > MAX_FOLDED:  # pyright: ignore[reportArgumentType]
+        if measure(*(arrays[name] for name in node.input if name)) > MAX_FOLDED:
             return None
         results = evaluate(node, arrays, opset)  # pyright: ignore[reportArgumentType]
     except Exception:

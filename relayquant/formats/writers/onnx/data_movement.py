@@ -20,6 +20,7 @@ from relayquant.formats.writers.onnx.operators import (
     in_channels_first,
     integers,
     list_operands,
+    with_attributes,
     write_flat,
 )
 from relayquant.formats.writers.onnx.sizes import write_scalar, write_sizes
@@ -363,11 +364,6 @@ def write_eye(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     return builder.emit("EyeLike", [data], var.name, k=offset, dtype=ELEMENT[tensor_dtype(var)])
 
 
-def write_nonzero(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Write NonZero. Its result is (rank, number of values that are not 0), int64."""
-    return builder.emit("NonZero", [builder.tensor(call.args[0], var.name)], var.name)
-
-
 def write_unique(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Write Unique, of which the values alone are read."""
     data, is_sorted, *_ = call.args
@@ -443,7 +439,7 @@ def write_expand(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 #: data movement operators
 DATA_MOVEMENT_WRITERS: dict[str, Writer] = {
     "relax.eye_like": write_eye,
-    "relax.nonzero": write_nonzero,
+    "relax.nonzero": with_attributes("NonZero"),
     "relax.unique": write_unique,
     "relax.image.grid_sample": write_grid_sample,
     "relax.vision.roi_align": write_roi_align,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -425,16 +426,16 @@ def write_cast(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     return builder.emit("Cast", [builder.tensor(call.args[0], var.name)], var.name, to=to)
 
 
-def write_axis(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Write Softmax, LogSoftmax."""
-    data = builder.tensor(call.args[0], var.name)
-    return builder.emit(op, [data], var.name, axis=int(call.attrs.axis))
+def with_attributes(op: str, **attrs: Callable[[Any], Any]) -> Writer:
+    """Write the ONNX operator with the same operand, and with attributes that a function converts
+    from those of the same name.
+    """
 
+    def write(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+        given = {name: convert(getattr(call.attrs, name)) for name, convert in attrs.items()}
+        return builder.emit(op, [builder.tensor(call.args[0], var.name)], var.name, **given)
 
-def write_leaky_relu(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Write LeakyRelu."""
-    data = builder.tensor(call.args[0], var.name)
-    return builder.emit("LeakyRelu", [data], var.name, alpha=float(call.attrs.alpha))
+    return write
 
 
 def write_layer_norm(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
@@ -551,9 +552,9 @@ FLOAT_WRITERS: dict[str, Writer] = {
     "relax.argmax": functools.partial(write_arg, "ArgMax"),
     "relax.argmin": functools.partial(write_arg, "ArgMin"),
     "relax.astype": write_cast,
-    "relax.nn.softmax": functools.partial(write_axis, "Softmax"),
-    "relax.nn.log_softmax": functools.partial(write_axis, "LogSoftmax"),
-    "relax.nn.leakyrelu": write_leaky_relu,
+    "relax.nn.softmax": with_attributes("Softmax", axis=int),
+    "relax.nn.log_softmax": with_attributes("LogSoftmax", axis=int),
+    "relax.nn.leakyrelu": with_attributes("LeakyRelu", alpha=float),
     "relax.nn.prelu": write_prelu,
     "relax.nn.layer_norm": write_layer_norm,
 }
