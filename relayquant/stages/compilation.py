@@ -15,6 +15,7 @@ from tvm.target import Target
 from relayquant.base.arguments import check_arguments
 from relayquant.base.runtime import stop_spinning
 from relayquant.codegen import make_pipeline, open_tuner
+from relayquant.codegen.checks.element_types import check_element_types
 from relayquant.codegen.checks.failure import explain_failure
 from relayquant.codegen.kernels.isa.target import host_config, read_triple, resolve_target
 from relayquant.codegen.library.expanded_weights import (
@@ -126,6 +127,7 @@ def compile_silently(
     precision: Precision | None = None,
 ) -> MappedExecutable:
     """Compile a bound module like `compile`, without a warning."""
+    check_element_types(mod)
     stop_spinning()
     resolved, keeps_rows = resolve_target(target), precision is Precision.FLOAT32
     precision = precision or find_float_precision(mod)

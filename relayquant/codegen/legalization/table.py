@@ -65,12 +65,29 @@ def legalize_cosh(builder: relax.BlockBuilder, call: Call) -> Any:
     return builder.call_te(compute_cosh, *call.args, primfunc_name_hint="cosh")
 
 
+#: Integers -> the wider type that a float is cast to first. The wider integer wraps around, as in
+#: numpy and PyTorch. LLVM leaves a direct cast open for numbers that the narrow type does not hold,
+#: and computes on with the float itself where the integer becomes a float again.
+NARROW_INTEGERS = {
+    **dict.fromkeys(("int8", "uint8", "int16", "uint16"), "int32"),
+    "uint32": "int64",
+}
+
+
 def legalize_astype(builder: relax.BlockBuilder, call: Call) -> Any:
-    """Legalize a cast to bfloat16 that keeps NaN. TVM rounds the bits of a NaN as if they were a
-    number, so that some become 0 or infinity.
+    """Legalize a cast to bfloat16 that keeps NaN: TVM rounds the bits of a NaN as if they were a
+    number, so that some become 0 or infinity. And a cast of floats to narrow integers.
     """
-    given = tensor_dtype(call.args[0])
-    if tensor_dtype(call) != "bfloat16" or given not in ("float16", "float32", "float64"):
+    given, wanted = tensor_dtype(call.args[0]), tensor_dtype(call)
+    if given not in ("float16", "float32", "float64", "bfloat16"):
+        return legalize_as_tvm(builder, call)
+    if (between := NARROW_INTEGERS.get(wanted)) is not None:
+        return builder.call_te(
+            lambda data: topi.cast(topi.cast(data, between), wanted),
+            *call.args,
+            primfunc_name_hint="astype",
+        )
+    if wanted != "bfloat16" or given == "bfloat16":
         return legalize_as_tvm(builder, call)
 
     def compute_narrow(data: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tvm
@@ -104,3 +105,23 @@ def test_shift__by_more_than_the_bits(name, dtype, is_constant):
         check_exactly(lambda x: shift(x, relax.const(counts, dtype)), expected, whole)
     else:
         check_exactly(shift, expected, *arrays)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("wanted", ["int8", "uint8", "int16", "uint16", "uint32"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_cast__of_floats_that_an_integer_does_not_hold(dtype, wanted):
+    """They wrap around, as in numpy and PyTorch, also if the integer becomes a float again, from
+    which LLVM would make no cast at all.
+    """
+    data = np.array([-70000, -300.7, -129, -3.7, 0, 1.9, 127, 128, 200, 255, 300.2, 40000, 70000])
+    data = np.tile(data[np.abs(data) < (60000 if dtype == "float16" else 1e6)], 3)
+    data = data.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    exact = [int(value) % 2 ** np.iinfo(wanted).bits for value in data.astype("float64")]
+    expected = np.array(exact).astype(f"uint{np.iinfo(wanted).bits}").view(wanted)
+    check_exactly(lambda x: relax.op.astype(x, wanted), expected, data)
+
+    def cast_twice(x):
+        return relax.op.astype(relax.op.astype(x, wanted), "float32")
+
+    check_exactly(cast_twice, expected.astype("float32"), data)

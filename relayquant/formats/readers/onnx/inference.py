@@ -24,7 +24,7 @@ from onnx.shape_inference import InferenceError
 from tvm import relax, tirx
 from tvm.ir import GenericConst
 
-from relayquant.formats.readers.onnx.rewrite import WIDENED
+from relayquant.formats.readers.onnx.narrow import WIDENED
 from relayquant.formats.readers.refusal import FIX_SIZES, Refusal
 from relayquant.ir.rewrite.graph import constant_value, static_size
 
@@ -183,7 +183,7 @@ def is_small(value: Operand) -> bool:
 
 def _as_held(node: onnx.NodeProto) -> onnx.NodeProto:
     """Fix a QuantizeLinear to 4 bits or fewer without its type: its zero point is stored in 8 bits
-    (`rewrite.widen_tensors`), which contradicts the type.
+    (`narrow.widen_tensor`), which contradicts the type.
     """
     is_wide = node.op_type != "QuantizeLinear" or not any(
         each.name == "output_dtype" and each.i in WIDENED for each in node.attribute

@@ -49,6 +49,7 @@ from relayquant.formats.readers.onnx.inference import (
     settle_shape,
 )
 from relayquant.formats.readers.onnx.inputs import Inputs, fix_inputs
+from relayquant.formats.readers.onnx.narrow import WIDENED
 from relayquant.formats.readers.onnx.operators import OPERATORS
 from relayquant.formats.readers.onnx.outputs import (
     check_outputs,
@@ -57,9 +58,10 @@ from relayquant.formats.readers.onnx.outputs import (
     list_read,
 )
 from relayquant.formats.readers.onnx.positions import check_positions
-from relayquant.formats.readers.onnx.rewrite import WIDENED, name_node, rewrite_integer_nodes
+from relayquant.formats.readers.onnx.rewrite import name_node, rewrite_integer_nodes
 from relayquant.formats.readers.onnx.symbolic import emit_tensor, find_tensors, fold_sizes, is_sizes
 from relayquant.formats.readers.refusal import Refusal, describe_failure
+from relayquant.ir.rewrite.element_types import ELEMENT_TYPES, is_too_narrow
 from relayquant.ir.rewrite.graph import tensor_dtype
 
 #: ONNX operators that TVM confuses with operators of another domain.
@@ -192,6 +194,11 @@ class _Importer(FRONTEND.ONNXGraphImporter):
         """Make the parameters. TVM takes a size of 0 for a free one."""
         super()._parse_graph_input(graph)
         for info in graph.input:
+            try:
+                check_element_type(self._nodes[info.name])
+            except Refusal as error:
+                text = f"Input {info.name!r} cannot be read: {error}. Declare it as one of these"
+                raise ModelError(f"{text}, and cast it.", code="RQ202") from None
             dims = info.type.tensor_type.shape.dim
             is_zero = [dim.HasField("dim_value") and not dim.dim_value for dim in dims]
             if any(is_zero):
@@ -323,6 +330,7 @@ class _Importer(FRONTEND.ONNXGraphImporter):
         for name in node.output:
             if name:
                 value, known = self._nodes[name], inferred.get(name)
+                check_element_type(value)
                 self._nodes[name] = settle_shape(self.bb, value, known, names, name)
 
     def _wants_body(self, node: onnx.NodeProto) -> bool:
@@ -436,6 +444,15 @@ class _Importer(FRONTEND.ONNXGraphImporter):
             if isinstance(value, tvm.ir.GenericConst)
         }
         return tuple(sorted(ranks, key=lambda name: -ranks[name]))
+
+
+def check_element_type(value: Any) -> None:
+    """Raise Refusal for a value, computed when the model runs, whose elements have so few bits that
+    no code computes them.
+    """
+    dtype = "" if isinstance(value, tvm.ir.GenericConst) else tensor_dtype(value)
+    if is_too_narrow(dtype):
+        raise Refusal(f"its elements are {dtype}; supported: {ELEMENT_TYPES}")
 
 
 def check_output(info: onnx.ValueInfoProto, value: Any) -> None:

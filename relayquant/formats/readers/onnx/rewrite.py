@@ -13,17 +13,10 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from relayquant.errors import format_count
+from relayquant.formats.readers.onnx.narrow import WIDENED, keep_narrow, widen_tensor
 from relayquant.formats.readers.onnx.packed import unpack_bnb4, unpack_last
 from relayquant.formats.readers.refusal import NotConstant, Refusal, describe_failure
 from relayquant.ir.rewrite.function import find_free_name
-
-#: 4-bit and 2-bit types, which TVM cannot hold as constants -> a type that can hold their values
-WIDENED = {
-    TensorProto.INT4: np.dtype("int8"),
-    TensorProto.UINT4: np.dtype("uint8"),
-    getattr(TensorProto, "INT2", -1): np.dtype("int8"),
-    getattr(TensorProto, "UINT2", -2): np.dtype("uint8"),
-}
 
 #: types of 8 bits, of which an operator's operands and result have the same one
 BYTES = {TensorProto.INT8: np.dtype("int8"), TensorProto.UINT8: np.dtype("uint8")}
@@ -43,7 +36,7 @@ class GraphRewriter:
 
     Attributes:
         constants: Constant tensors by name, both the model's and added ones.
-        narrow: Names of constants that had fewer than 8 bits -> their original type.
+        narrow: Names of values that have fewer than 8 bits -> their original type.
         taken: Names of all tensors.
         opset: Opset of the model.
         types: Tensors whose element type the graph declares, or that are quantized here.
@@ -122,7 +115,9 @@ def rewrite_integer_nodes(
     taken.update(info.name for info in graph.input)
     constants = {tensor.name: tensor for tensor in graph.initializer}
     rewriter = GraphRewriter(constants, taken, opset)
-    rewriter.narrow = widen_tensors(graph, rewriter.constants)
+    for name, tensor in constants.items():
+        if tensor.data_type in WIDENED:
+            rewriter.narrow[name], constants[name] = tensor.data_type, widen_tensor(tensor)
     for info in (*graph.input, *graph.value_info):
         rewriter.types[info.name] = info.type.tensor_type.elem_type
     for node in graph.node:
@@ -161,31 +156,6 @@ def lack_inputs(node: onnx.NodeProto) -> Refusal:
 def attributes(node: onnx.NodeProto) -> dict[str, object]:
     """Return the attributes of a node as Python values."""
     return {a.name: helper.get_attribute_value(a) for a in node.attribute}
-
-
-# -- narrow tensors --------------------------------------------------------------------------------
-
-
-def widen_tensors(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto]) -> dict[str, int]:
-    """Replace 4-bit constants by 8-bit ones of the same values. Returns name -> original type."""
-    narrow = {}
-    for tensor in graph.initializer:
-        if tensor.data_type in WIDENED:
-            narrow[tensor.name] = tensor.data_type
-            values = numpy_helper.to_array(tensor).astype(WIDENED[tensor.data_type])
-            constants[tensor.name] = numpy_helper.from_array(values, tensor.name)
-    return narrow
-
-
-def keep_narrow(node: onnx.NodeProto, narrow: Mapping[str, int]) -> onnx.NodeProto:
-    """Add the original type to a QuantizeLinear whose zero point was widened."""
-    if node.op_type != "QuantizeLinear" or len(node.input) < 3 or node.input[2] not in narrow:
-        return node
-    copy = onnx.NodeProto()
-    copy.CopyFrom(node)
-    if not any(attribute.name == "output_dtype" for attribute in copy.attribute):
-        copy.attribute.append(helper.make_attribute("output_dtype", narrow[node.input[2]]))
-    return copy
 
 
 # -- operators with parameters for each operand ----------------------------------------------------

@@ -1,0 +1,23 @@
+"""Values of element types that no code computes -> an error; for `compilation`."""
+
+from __future__ import annotations
+
+import tvm
+
+from relayquant.errors import ModelError
+from relayquant.ir.rewrite.element_types import ELEMENT_TYPES, is_too_narrow, list_dtypes
+from relayquant.ir.rewrite.expressions import list_bindings
+from relayquant.ir.rewrite.function import list_functions
+
+
+def check_element_types(mod: tvm.IRModule) -> None:
+    """Raise ModelError for the first input or value of such a type. Names it."""
+    for func in list_functions(mod).values():
+        for var in (*func.params, *(binding.var for binding in list_bindings(func))):
+            dtype = next(filter(is_too_narrow, list_dtypes(var.ty)), "")
+            if dtype:
+                raise ModelError(
+                    f"Value {var.name!r} has elements of {dtype}; allowed: {ELEMENT_TYPES}. Cast "
+                    "to one of these: int8 and uint8 hold all integers of fewer bits.",
+                    code="RQ206",
+                )
