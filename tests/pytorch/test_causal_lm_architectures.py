@@ -17,6 +17,7 @@ from relayquant.formats.readers.causal_lm.fields import Fields
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 sys.path.append(str(Path(__file__).parents[1] / "formats" / "readers"))
+from causal_lm_models import draw_model  # noqa: E402
 from causal_lm_runs import run_chunks  # noqa: E402
 
 SIZES = {
@@ -36,6 +37,7 @@ FACTORS = {
     "long_factor": [1 + i / 2 for i in range(8)],
 }
 WINDOW = {"sliding_window": 6}
+FULL = ["full_attention"] * 2
 SCALES = {
     "embedding_multiplier": 12.0, "logits_scaling": 3.0, "residual_multiplier": 0.22,
     "attention_multiplier": 0.1,
@@ -112,6 +114,15 @@ CASES = {
         "GptOssConfig",
         {"num_local_experts": 4, "head_dim": 32, "swiglu_limit": 0.7, "swiglu_alpha": 1.1},
     ),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", {**WINDOW, "num_hidden_layers": 5}),
+    "exaone4": ("Exaone4Config", {**WINDOW, "num_hidden_layers": 5, "head_dim": 32}),
+    "exaone4, no windows": ("Exaone4Config", {"sliding_window": None, "layer_types": FULL}),
+    "glm4": ("Glm4Config", {"head_dim": 32}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 32}),
+    "ernie4_5, biases": ("Ernie4_5Config", {"use_bias": True}),
+    "cohere": ("CohereConfig", {}),
+    "cohere2": ("Cohere2Config", {**WINDOW, "num_hidden_layers": 5}),
     "gpt2": ("GPT2Config", {}),
     "gpt2, not tied": ("GPT2Config", {"tie_word_embeddings": False}),
 }
@@ -121,6 +132,7 @@ REFUSED = {
     "GemmaConfig": "use_bidirectional_attention",
     "Gemma2Config": "use_bidirectional_attention",
     "Gemma3TextConfig": "use_bidirectional_attention",
+    "CohereConfig": "use_qk_norm",
     "GPT2Config": "scale_attn_by_inverse_layer_idx",
 }
 KINDS = sorted({kind for kind, _ in CASES.values()})
@@ -141,23 +153,9 @@ def make_config(kind, more):
     return getattr(transformers, kind)(**{**sizes, **more})
 
 
-def make_model(kind, more):
-    """A model with random weights: also norms and biases, which are ones and zeros at first."""
-    torch.manual_seed(0)
-    config = make_config(kind, more)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for value in model.parameters():
-            if value.ndim == 1:
-                value += torch.randn(value.shape) * 0.2
-            else:
-                value.copy_(torch.randn(value.shape) * 1.5 / value.shape[-1] ** 0.5)
-    return model
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_load_causal_lm__scores_are_those_of_the_model(case):
-    model = make_model(*CASES[case])
+    model = draw_model(make_config(*CASES[case]))
     tokens = np.random.default_rng(0).integers(3, 96, (2, 24))
     with torch.no_grad():
         want = model(torch.tensor(tokens)).logits.numpy()
@@ -188,9 +186,11 @@ def test_read_config__files_of_version_4(kind):
     config = make_config(kind, {})
     later = ("layer_types", "rope_parameters", "no_rope_layers")
     values = {key: value for key, value in config.to_dict().items() if key not in later}
+    # Version 5 takes the base of OLMo 3's windows from nowhere. All files have this one.
+    base = {"rope_theta": 500000.0 if kind == "Olmo3Config" else 77.0}
     for more in (
-        {"rope_theta": 77.0},
-        {"rope_theta": 77.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        base,
+        {**base, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
         {"partial_rotary_factor": 0.25} if kind.startswith("Phi") else {},
         {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1},
     ):
@@ -229,7 +229,7 @@ def test_read_config__settings_that_must_be_false(kind):
     ["llama", *(case for case, (kind, _) in CASES.items() if "Moe" in kind or "Mix" in kind)],
 )
 def test_load__what_save_pretrained_wrote(tmp_path, case):
-    model = make_model(*CASES[case]).to(torch.bfloat16)
+    model = draw_model(make_config(*CASES[case])).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     written, params = rq.load(tmp_path)
     mod, expected = rq.torch.load_causal_lm(model)

@@ -39,7 +39,9 @@ DIGIT, IDEOGRAPHS = r"\p{N}", r"[一-龥぀-ゟ゠-ヿ]+"
 
 #: `tokenizer.ggml.pre` -> regular expressions of words
 WORD_PATTERNS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum"), (GPT2,)),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum", "exaone4"), (GPT2,)
+    ),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
         (DIGIT, GPT2),

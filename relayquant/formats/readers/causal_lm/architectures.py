@@ -43,6 +43,8 @@ LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 Adjust = Callable[[Fields, CausalLMConfig], CausalLMConfig]
 #: (metadata, number of layers) -> types of layers, if metadata has no "layer_types".
 ListTypes = Callable[[Fields, int], list[str]]
+#: (metadata, types of layers, the window or 0) -> whether each layer has rotary positions.
+ListTurned = Callable[[Fields, Sequence[str], int], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class ModelRow:
         adjust: What differs from Llama.
         windows: Which layers have the window if metadata has no "layer_types".
         refused: Settings that must be false.
+        turned: Which layers have rotary positions.
+        scales_windows: Whether "rope_scaling" is for layers with a window, too.
         rotary: Settings of rotary positions for a config.json that has none.
     """
 
@@ -64,6 +68,8 @@ class ModelRow:
     adjust: Adjust = lambda _fields, config: config
     windows: ListTypes = lambda _fields, count: list_types(0, count)
     refused: tuple[str, ...] = ()
+    turned: ListTurned = lambda fields, types, _window: list_turned(fields, len(types))
+    scales_windows: bool = True
     rotary: Mapping[str, Any] = field(default_factory=dict)
 
     def choose(self, fields: Fields) -> Fields:
@@ -173,7 +179,7 @@ def read_layers(
     types = fields.items(count, "layer_types")
     if types is None:
         types = row.windows(fields, count) if window else list_types(0, count)
-    turned = list_turned(fields, count)
+    turned = row.turned(fields, types, window)
     layers = []
     rotaries: dict[str, Rotary] = {}
     for kind, is_turned in zip(types, turned, strict=True):
@@ -241,6 +247,16 @@ def list_turned(fields: Fields, count: int) -> list[Any]:
     return turned
 
 
+def turn_windowed(_fields: Fields, types: Sequence[str], _window: int) -> list[bool]:
+    """Rotary positions in layers with a window."""
+    return [LAYER_TYPES.get(kind, False) for kind in types]
+
+
+def turn_windowed_or_all(fields: Fields, types: Sequence[str], window: int) -> list[bool]:
+    """Rotary positions in layers with a window, or in all if there is none."""
+    return turn_windowed(fields, types, window) if window else [True] * len(types)
+
+
 def read_rotary(fields: Fields, row: ModelRow, kind: str, head: int, length: int) -> Rotary:
     """Read the rotary positions of layers of one type.
 
@@ -248,6 +264,8 @@ def read_rotary(fields: Fields, row: ModelRow, kind: str, head: int, length: int
     and "rope_scaling" had them.
     """
     values = fields.get("rope_scaling", "rope_parameters") or dict(row.rotary)
+    if fields.get("rope_scaling") and LAYER_TYPES[kind] and not row.scales_windows:
+        values = {}
     if isinstance(values, dict) and isinstance(values.get(kind), dict):
         values = values[kind]
     elif LAYER_TYPES[kind] and fields.get("rope_local_base_freq") is not None:
@@ -319,6 +337,33 @@ def adjust_phi(_fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
         is_gated=False,
         is_parallel=True,
         biases=frozenset({"q", "k", "v", "out", "up", "down", "classifier"}),
+    )
+
+
+def adjust_olmo2(_fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    return replace(config, has_row_norms=True, has_pre_norms=False, has_post_norms=True)
+
+
+def adjust_exaone4(_fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    return replace(config, has_head_norms=True, has_pre_norms=False, has_post_norms=True)
+
+
+def adjust_glm4(_fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    return replace(config, has_post_norms=True, biases=config.biases - {"out"})
+
+
+def adjust_ernie(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    parts = ("q", "k", "v", "out", "gate", "up", "down")
+    return replace(config, biases=frozenset(parts if fields.flag("use_bias") else ()))
+
+
+def adjust_cohere(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    return replace(
+        config,
+        norm=NormKind.LAYER,
+        has_norm_biases=False,
+        is_parallel=True,
+        score_scale=fields.number("logit_scale", default=1.0),
     )
 
 
@@ -521,6 +566,22 @@ GEMMA2 = make_names(
         "post_ffn_norm": "model.layers.{}.post_feedforward_layernorm",
     }
 )
+#: Without norms of what attention and the feed-forward network read.
+OLMO2 = make_names(
+    {
+        "post_attention_norm": "model.layers.{}.post_attention_layernorm",
+        "post_ffn_norm": "model.layers.{}.post_feedforward_layernorm",
+    }
+)
+GLM4 = make_names(
+    {
+        "gate_up": "model.layers.{}.mlp.gate_up_proj",
+        "post_attention_norm": "model.layers.{}.post_self_attn_layernorm",
+        "post_ffn_norm": "model.layers.{}.post_mlp_layernorm",
+    },
+    is_paired=True,
+)
+PAIRED = make_names({}, is_paired=True)
 PHI = make_names(
     {
         "out": "model.layers.{}.self_attn.dense",
@@ -579,6 +640,29 @@ PHI_SETTINGS = {
 PHI3_SETTINGS = {
     **SILU, "rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": 1.0,
     "original_max_position_embeddings": 4096,
+}  # fmt: skip
+OLMO2_SETTINGS = {**SILU, "rms_norm_eps": 1e-5, "attention_bias": False}
+OLMO3_SETTINGS = {
+    **OLMO2_SETTINGS, "rope_theta": 500000.0, "sliding_window": 4096, "layer_types": None,
+}  # fmt: skip
+EXAONE4_SETTINGS = {
+    **SILU, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4,
+    "layer_types": None,
+}  # fmt: skip
+GLM4_SETTINGS = {
+    **SILU, "rms_norm_eps": 1.5625e-7, "attention_bias": True, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+ERNIE_SETTINGS = {
+    **SILU, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
+    "use_bias": False,
+}  # fmt: skip
+COHERE_SETTINGS = {
+    **SHARED, "hidden_act": "silu", "layer_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "tie_word_embeddings": True, "attention_bias": False, "logit_scale": 0.0625,
+}  # fmt: skip
+COHERE2_SETTINGS = {
+    **COHERE_SETTINGS, "rope_theta": 10000.0, "sliding_window": 4096, "layer_types": None,
+    "sliding_window_pattern": 4,
 }  # fmt: skip
 STARCODER2_SETTINGS = {
     **SHARED, "norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh",
@@ -651,6 +735,19 @@ ARCHITECTURES: dict[str, ModelRow] = {
         GEMMA2, GEMMA2_SETTINGS, adjust_gemma2, in_pattern(2), BOTH_WAYS
     ),
     "gemma3_text": ModelRow(GEMMA2, GEMMA3_SETTINGS, adjust_gemma3, list_by_pattern, BOTH_WAYS),
+    "olmo2": ModelRow(OLMO2, OLMO2_SETTINGS, adjust_olmo2),
+    "olmo3": ModelRow(
+        OLMO2, OLMO3_SETTINGS, adjust_olmo2, in_pattern(4), scales_windows=False
+    ),
+    "exaone4": ModelRow(
+        OLMO2, EXAONE4_SETTINGS, adjust_exaone4, list_by_pattern, turned=turn_windowed_or_all
+    ),
+    "glm4": ModelRow(GLM4, GLM4_SETTINGS, adjust_glm4),
+    "ernie4_5": ModelRow(PAIRED, ERNIE_SETTINGS, adjust_ernie),
+    "cohere": ModelRow(PAIRED, COHERE_SETTINGS, adjust_cohere, refused=("use_qk_norm",)),
+    "cohere2": ModelRow(
+        PAIRED, COHERE2_SETTINGS, adjust_cohere, list_by_pattern, turned=turn_windowed
+    ),
     "starcoder2": ModelRow(STARCODER2, STARCODER2_SETTINGS, adjust_starcoder2, in_pattern(1)),
     "gpt2": ModelRow(
         GPT2, GPT2_SETTINGS, adjust_gpt2,

@@ -138,7 +138,9 @@ class CausalLMConfig:
             are added to x.
         has_head_norms: Whether each query and key head is normalized before it is turned.
         has_row_norms: Whether queries and keys are, all heads together.
+        has_pre_norms: Whether what attention and the feed-forward network read is normalized.
         has_post_norms: Whether results of attention and the feed-forward network are normalized.
+        has_norm_biases: Whether norms of the kind LAYER have a bias.
         has_sinks: Whether each query head has one more score, a learned number (see
             `qnn.cached_attention`).
         has_positions: Whether a learned vector of the position is added to the embedding.
@@ -169,7 +171,9 @@ class CausalLMConfig:
     is_parallel: bool = False
     has_head_norms: bool = False
     has_row_norms: bool = False
+    has_pre_norms: bool = True
     has_post_norms: bool = False
+    has_norm_biases: bool = True
     has_sinks: bool = False
     has_positions: bool = False
     biases: frozenset[str] = frozenset()
@@ -232,11 +236,13 @@ class CausalLMConfig:
             "up": (self.hidden, self.width),
             "down": (self.width, self.hidden),
         }
-        norms = {"attention_norm": self.width}
+        norms: dict[str, int] = {}
         if self.is_gated:
             products["gate"] = (self.hidden, self.width)
-        if not self.is_parallel:
-            norms["ffn_norm"] = self.width
+        if self.has_pre_norms:
+            norms["attention_norm"] = self.width
+            if not self.is_parallel:
+                norms["ffn_norm"] = self.width
         if self.has_head_norms:
             norms |= {"q_norm": self.head_width, "k_norm": self.head_width}
         if self.has_row_norms:
@@ -254,7 +260,7 @@ class CausalLMConfig:
 
         def add_norm(name: str, size: int) -> None:
             found[f"{name}.weight"] = (size,)
-            if self.norm is NormKind.LAYER:
+            if self.norm is NormKind.LAYER and self.has_norm_biases:
                 found[f"{name}.bias"] = (size,)
 
         for i, layer in enumerate(self.layers):

@@ -94,6 +94,7 @@ class GgufModelRow:
         pattern: Where the window holds, see `architectures.list_types`.
         local_base: Base of rotary positions in layers with a window, if metadata has none. 0: as
             in the others.
+        scales_windows: Whether rotary positions of layers with a window are scaled.
         unturned: Each `unturned`-th layer has no rotary positions. 0: all have. 1: none has.
         is_normalized: Whether shares of chosen experts are divided by their sum, if metadata does
             not say so.
@@ -105,6 +106,7 @@ class GgufModelRow:
     changes: Mapping[str, object] = field(default_factory=dict)
     pattern: int = 0
     local_base: float = 0.0
+    scales_windows: bool = True
     unturned: int = 0
     is_normalized: bool = True
     limit: float = 0.0
@@ -266,11 +268,12 @@ def read_gguf_layers(
     magnitude = fields.number("rope.scaling.attn_factor", default=1.0)
     rotary = replace(rotary, magnitude=rotary.magnitude * magnitude)
     local = rotary
-    if row.local_base:
-        local_base = fields.number("rope.freq_base_swa", default=row.local_base)
+    if row.local_base or not row.scales_windows:
+        local_base = fields.number("rope.freq_base_swa", default=row.local_base or base)
         local = make_rotary(local_base, size, Fields({}), length)
     is_windowed = [kind != "full_attention" for kind in list_types(row.pattern, count)]
     pattern = fields.get("attention.sliding_window_pattern")
+    pattern = pattern.tolist() if isinstance(pattern, np.ndarray) else pattern
     if window and pattern not in (None, row.pattern, is_windowed):
         raise fields.refuse(("attention.sliding_window_pattern",), pattern, str(row.pattern))
     return tuple(
@@ -362,10 +365,32 @@ def adjust_gguf_granite(fields: Fields, config: CausalLMConfig) -> CausalLMConfi
     )
 
 
+def adjust_gguf_exaone4(_fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    """Layers without a window have no rotary positions, if others have a window."""
+    return turn_windowed(config) if any(layer.window for layer in config.layers) else config
+
+
+def adjust_gguf_cohere(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    scale = fields.number("logit_scale", default=1.0)
+    return replace(config, score_scale=scale)
+
+
+def adjust_gguf_cohere2(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    return turn_windowed(adjust_gguf_cohere(fields, config))
+
+
+def turn_windowed(config: CausalLMConfig) -> CausalLMConfig:
+    """Return the model with rotary positions in layers with a window alone."""
+    layers = (layer if layer.window else replace(layer, rotary=None) for layer in config.layers)
+    return replace(config, layers=tuple(layers))
+
+
 GELU = {"activation": HiddenFunction.GELU_TANH}
 #: Layer norms and a feed-forward network without a gate.
 LAYER_NORMS = {**GELU, "norm": NormKind.LAYER, "is_gated": False}
 GEMMA2 = {**GELU, "has_post_norms": True}
+POST_NORMS = {"has_pre_norms": False, "has_post_norms": True}
+COHERE = {"norm": NormKind.LAYER, "has_norm_biases": False, "is_parallel": True}
 
 #: "general.architecture" -> architecture.
 GGUF_ARCHITECTURES: dict[str, GgufModelRow] = {
@@ -394,6 +419,19 @@ GGUF_ARCHITECTURES: dict[str, GgufModelRow] = {
         local_base=10000.0,
         adjust=adjust_gemma_scale,
     ),
+    "olmo2": GgufModelRow(
+        changes={**POST_NORMS, "has_row_norms": True}, pattern=4, scales_windows=False
+    ),
+    "exaone4": GgufModelRow(
+        changes={**POST_NORMS, "has_head_norms": True}, pattern=4, adjust=adjust_gguf_exaone4
+    ),
+    "glm4": GgufModelRow(
+        replace(PAIRED, names={**NAMES, "gate_up": "blk.{}.ffn_up"}),
+        changes={"has_post_norms": True},
+    ),
+    "ernie4_5": GgufModelRow(PAIRED),
+    "command-r": GgufModelRow(PAIRED, changes=COHERE, adjust=adjust_gguf_cohere),
+    "cohere2": GgufModelRow(PAIRED, changes=COHERE, pattern=4, adjust=adjust_gguf_cohere2),
     "starcoder2": GgufModelRow(changes=LAYER_NORMS),
     "gpt2": GgufModelRow(changes={**LAYER_NORMS, "has_positions": True}, unturned=1),
 }

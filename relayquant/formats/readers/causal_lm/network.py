@@ -303,13 +303,13 @@ class FunctionBuilder:
     def compute_layer(self, name: str, i: int, layer: LayerConfig, x: Expr) -> Expr:
         """Return x (B, rows, width) with attention and the feed-forward network added."""
         config = self.config
-        h = self.normalize(f"{name}.attention_norm", x)
+        h = self.normalize(f"{name}.attention_norm", x) if config.has_pre_norms else x
         attended = self.attend(name, i, layer, h)
         if config.has_post_norms:
             attended = self.normalize(f"{name}.post_attention_norm", attended)
         if not config.is_parallel:
             x = self.add(f"{name}.attended", x, attended)
-            h = self.normalize(f"{name}.ffn_norm", x)
+            h = self.normalize(f"{name}.ffn_norm", x) if config.has_pre_norms else x
         computed = self.mix(name, layer.experts, h) if layer.experts else self.feed_forward(name, h)
         if config.has_post_norms:
             computed = self.normalize(f"{name}.post_ffn_norm", computed)
@@ -519,7 +519,9 @@ class FunctionBuilder:
         if self.config.norm is NormKind.RMS:
             normed = relax.op.nn.rms_norm(x, weight, [-1], self.config.epsilon)
         else:
-            bias = self.network.constants[f"{name}.bias"]
+            bias = self.network.constants.get(f"{name}.bias")
+            if bias is None:
+                bias = relax.const(np.zeros(int(x.ty.shape[-1]), "float32"))
             normed = relax.op.nn.layer_norm(x, weight, bias, [-1], self.config.epsilon)
         return self.emit(normed, name)
 

@@ -1,0 +1,21 @@
+"""Tiny random language models of `transformers`."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+
+def draw_model(config):
+    """A model with random weights: also norms and biases, which are ones and zeros at first."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.ndim == 1:
+                value += torch.randn(value.shape) * 0.2
+            else:
+                value.copy_(torch.randn(value.shape) * 1.5 / value.shape[-1] ** 0.5)
+    return model

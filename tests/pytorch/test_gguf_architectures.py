@@ -1,0 +1,109 @@
+"""GGUF files of tiny random models, with names by the package gguf: scores are those of the models
+in `transformers`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import relayquant as rq
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+gguf = pytest.importorskip("gguf")
+sys.path.append(str(Path(__file__).parents[1] / "formats" / "readers"))
+from causal_lm_models import draw_model  # noqa: E402
+from causal_lm_runs import run_chunks  # noqa: E402
+
+LAYERS, HEAD, LENGTH = 5, 32, 64
+SIZES = {
+    "vocab_size": 96, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+WINDOW = {"sliding_window": 6}
+YARN = {
+    "full_attention": {
+        "rope_type": "yarn", "rope_theta": 700.0, "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+}  # fmt: skip
+#: case -> "general.architecture", class of the config, what it has besides SIZES
+CASES = {
+    "olmo2": ("olmo2", "Olmo2Config", {}),
+    "olmo3": ("olmo2", "Olmo3Config", {**WINDOW, "rope_parameters": YARN}),
+    "exaone4": ("exaone4", "Exaone4Config", {**WINDOW, "head_dim": HEAD}),
+    "exaone4, no windows": (
+        "exaone4",
+        "Exaone4Config",
+        {"sliding_window": None, "layer_types": ["full_attention"] * LAYERS},
+    ),
+    "glm4": ("glm4", "Glm4Config", {"head_dim": HEAD}),
+    "ernie4_5": ("ernie4_5", "Ernie4_5Config", {"head_dim": HEAD}),
+    "cohere": ("command-r", "CohereConfig", {}),
+    "cohere2": ("cohere2", "Cohere2Config", WINDOW),
+}
+
+
+def write_gguf(path, architecture, model):
+    """Write a model as llama.cpp has it. Its queries and keys are stored as in `transformers`."""
+    config = model.config
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(LENGTH)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(HEAD)
+    writer.add_value_length(HEAD)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+    add_rotary(writer, config)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+        kinds = [kind == "sliding_attention" for kind in config.layer_types]
+        writer.add_sliding_window_pattern(kinds)
+    if hasattr(config, "logit_scale"):
+        writer.add_logit_scale(config.logit_scale)
+    kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, LAYERS)
+    for name, value in model.state_dict().items():
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            writer.add_tensor(own, value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_rotary(writer, config):
+    values = config.rope_parameters
+    values = values.get("full_attention", values)
+    writer.add_rope_freq_base(values["rope_theta"])
+    writer.add_rope_dimension_count(int(HEAD * values.get("partial_rotary_factor", 1)))
+    if values["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(values["factor"])
+        writer.add_rope_scaling_orig_ctx_len(values["original_max_position_embeddings"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_load__gguf_scores_are_those_of_the_model(tmp_path, case):
+    architecture, kind, more = CASES[case]
+    model = draw_model(getattr(transformers, kind)(**{**SIZES, **more}))
+    write_gguf(tmp_path / "m.gguf", architecture, model)
+    tokens = np.random.default_rng(0).integers(3, 96, (2, 24))
+    with torch.no_grad():
+        want = model(torch.tensor(tokens)).logits.numpy()
+    options = rq.CausalLMOptions(max_length=32, cache="float32", sequences=2)
+    found = run_chunks(*rq.load(tmp_path / "m.gguf", causal_lm=options), tokens, (9, 8, 1, 1, 4, 1))
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-4 * np.abs(want).max())
