@@ -41,10 +41,10 @@ from typing import Any
 
 import numpy as np
 from generation_engines import ENGINES, LENGTH, OwnEngine
-from speed_table import head_table, read_results, replace_table, write_results
+from speed_table import head_table, read_results, write_results, write_table
 
 import relayquant as rq
-from relayquant.base.storage.files import open_temporary_folder, write_whole
+from relayquant.base.storage.files import open_temporary_folder
 from relayquant.codegen.kernels.isa.target import name_cpu
 from relayquant.formats.readers.gguf.header import read_header
 
@@ -275,8 +275,7 @@ def main() -> None:
             )
             print(entry["perplexity"])
         write_results(results, RESULTS)
-    text = replace_table(PAGE.read_text("utf-8"), format_tables(results), "generation")
-    write_whole(PAGE, lambda path: path.write_text(text, encoding="utf-8"))
+    write_table(PAGE, format_tables(results), "generation")
 
 
 if __name__ == "__main__":

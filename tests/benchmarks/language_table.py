@@ -49,8 +49,8 @@ from speed_table import (
     open_entry,
     read_results,
     read_times,
-    replace_table,
     write_results,
+    write_table,
 )
 from tvm import relax
 from tvm.script.ir_builder import tirx as T
@@ -58,7 +58,7 @@ from tvm.script.ir_builder import tirx as T
 from relayquant.analysis.engines import Candidate, Engine, measure_engines
 from relayquant.base.packing import count_bytes, count_groups
 from relayquant.base.qtypes import Granularity, QSpec, Scheme
-from relayquant.base.storage.files import open_temporary_folder, write_whole
+from relayquant.base.storage.files import open_temporary_folder, write_text
 from relayquant.codegen.kernels.emit import (
     alloc_vectors,
     build_kernel,
@@ -338,7 +338,7 @@ def prepare_row(row: str, folder: Path) -> tuple[dict[str, Candidate], dict[str,
     for name, (_, make) in makers.items():
         if name not in entries:
             entries[name] = make(spec, folder).name
-            write_whole(index, lambda path: path.write_text(json.dumps(entries)))
+            write_text(index, json.dumps(entries))
     candidates = {name: Candidate(makers[name][0], folder / at) for name, at in entries.items()}
     return candidates, draw_inputs(spec, folder)
 
@@ -414,8 +414,7 @@ def main() -> None:
                 print(row, threads, cells, *found.failures.values(), flush=True)
                 write_results(results, RESULTS)
     if not options.prepare:
-        text = replace_table(PAGE.read_text(encoding="utf-8"), format_tables(results), "language")
-        write_whole(PAGE, lambda path: path.write_text(text, encoding="utf-8"))
+        write_table(PAGE, format_tables(results), "language")
 
 
 if __name__ == "__main__":

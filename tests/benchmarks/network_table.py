@@ -33,7 +33,7 @@ import onnx
 import onnxruntime  # pyright: ignore[reportMissingImports]
 import openvino  # pyright: ignore[reportMissingImports]
 from network_rows import ROWS, Array, Network, Sample
-from speed_table import head_table, read_results, replace_table, write_results
+from speed_table import head_table, read_results, write_results, write_table
 
 import relayquant as rq
 import relayquant.flow.pipeline  # imported before its seconds count, as NNCF is
@@ -41,7 +41,7 @@ import relayquant.formats.load  # likewise
 from relayquant.analysis.error_statistics import ErrorSums
 from relayquant.analysis.onnxruntime_baseline import quantize_with_onnxruntime
 from relayquant.analysis.openvino_baseline import quantize_with_nncf
-from relayquant.base.storage.files import open_temporary_folder, write_whole
+from relayquant.base.storage.files import open_temporary_folder
 from relayquant.errors import ModelError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -288,11 +288,6 @@ def list_versions(before: Sequence[str]) -> list[str]:
     return [known[name] for name in (*tools, *sorted(shipped)) if name in known]
 
 
-def write_page(results: Mapping[str, Any]) -> None:
-    text = replace_table(PAGE.read_text(encoding="utf-8"), format_table(results), "networks")
-    write_whole(PAGE, lambda path: path.write_text(text, encoding="utf-8"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="+", choices=[*ROWS], default=[*ROWS], metavar="ROW")
@@ -306,7 +301,7 @@ def main() -> None:
             print(row, "|", method, "|", format_entry(entry), flush=True)
             results["rows"].setdefault(row, {})[method] = entry
             write_results(results, RESULTS)
-    write_page(results)
+    write_table(PAGE, format_table(results), "networks")
 
 
 if __name__ == "__main__":

@@ -37,11 +37,10 @@ from typing import Any
 
 import numpy as np
 from generation_table import WINDOW, FloatLlama, compute_perplexity, find_model
-from speed_table import head_table, read_results, replace_table, write_results
+from speed_table import head_table, read_results, write_results, write_table
 from tvm.ir import Call, GenericConst
 
 import relayquant as rq
-from relayquant.base.storage.files import write_whole
 from relayquant.formats.readers.gguf.header import read_header
 from relayquant.ir.dialect.legality import iterate_bindings
 from relayquant.ir.rewrite.graph import call_name
@@ -422,8 +421,7 @@ def main() -> None:
         entry["rows"] = {row: entry["rows"][row] for row in ROWS if row in entry["rows"]}
         write_results(results, RESULTS)
     if "float" in entry["rows"]:
-        page = replace_table(PAGE.read_text("utf-8"), format_table(results), "perplexity")
-        write_whole(PAGE, lambda path: path.write_text(page, encoding="utf-8"))
+        write_table(PAGE, format_table(results), "perplexity")
 
 
 if __name__ == "__main__":

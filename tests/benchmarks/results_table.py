@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 from network_table import METHODS, Run, run_apart, run_float
-from speed_table import head_table, replace_table
+from speed_table import head_table, write_table
 
 import relayquant as rq
-from relayquant.base.storage.files import open_temporary_folder, write_whole
+from relayquant.base.storage.files import open_temporary_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests/models"))
@@ -97,8 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines.append(f"| {' | '.join([row, *measure_row(ROWS[row](options.folder.joinpath))])} |")
         print(lines[-1], flush=True)
     if options.rows == [*ROWS]:
-        text = replace_table(PAGE.read_text("utf-8"), "\n".join(lines), "accuracy")
-        write_whole(PAGE, lambda path: path.write_text(text, encoding="utf-8"))
+        write_table(PAGE, "\n".join(lines), "accuracy")
 
 
 if __name__ == "__main__":

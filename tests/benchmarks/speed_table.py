@@ -29,7 +29,7 @@ from tvm.target import Target
 from relayquant.analysis.engines import Candidate, Engine, measure_engines
 from relayquant.analysis.latency import Latency
 from relayquant.analysis.other_engines import OTHER_ENGINES, list_versions, prepare_candidates
-from relayquant.base.storage.files import open_temporary_folder, write_whole
+from relayquant.base.storage.files import open_temporary_folder, write_text
 from relayquant.cli.commands.bench import export_own, quantize_quickly
 from relayquant.codegen.kernels.isa.bf16 import VECTORS_BF16
 from relayquant.codegen.kernels.isa.select import has_isa
@@ -194,7 +194,7 @@ def has_precision(row: str, machine: Machine) -> bool:
 def write_index(index: Path, candidates: Mapping[str, Candidate]) -> None:
     """Name candidates, whose files lie beside the index."""
     entries = {name: (each.engine.value, each.path.name) for name, each in candidates.items()}
-    write_whole(index, lambda path: path.write_text(json.dumps(entries)))
+    write_text(index, json.dumps(entries))
 
 
 def read_index(index: Path, precision: Precision) -> dict[str, Candidate]:
@@ -325,6 +325,10 @@ def replace_table(text: str, table: str, name: str = "speed") -> str:
     return f"{before}{begin}\n{table}\n{rest[rest.index(end) :]}"
 
 
+def write_table(page: Path, table: str, name: str = "speed") -> None:
+    write_text(page, replace_table(page.read_text(encoding="utf-8"), table, name))
+
+
 def format_pages(results: Results) -> dict[Path, str]:
     """Page -> what stands between its marks."""
     return {
@@ -335,8 +339,7 @@ def format_pages(results: Results) -> dict[Path, str]:
 
 def write_pages(results: Results) -> None:
     for page, table in format_pages(results).items():
-        text = replace_table(page.read_text(encoding="utf-8"), table)
-        write_whole(page, lambda path, text=text: path.write_text(text, encoding="utf-8"))
+        write_table(page, table)
 
 
 def read_results(file: Path) -> Results:
@@ -353,8 +356,7 @@ def open_entry(results: Results, cpu: str) -> dict[str, Any]:
 
 
 def write_results(results: Results, file: Path) -> None:
-    text = json.dumps(results, indent=1)
-    write_whole(file, lambda path: path.write_text(text, encoding="utf-8"))
+    write_text(file, json.dumps(results, indent=1))
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from generation_engines import time_tokens
 from llama_files import LENGTH, VOCABULARY, compute_scores, write_gguf
+from speed_table import replace_table
 
 RATES = dict.fromkeys(generation_table.RATES, 12.0) | {"load": 0.25}
 
@@ -38,7 +39,7 @@ def test_page__has_the_tables():
     text = generation_table.PAGE.read_text(encoding="utf-8")
     results = generation_table.read_results(generation_table.RESULTS)
     table = generation_table.format_tables(results)
-    assert generation_table.replace_table(text, table, "generation") == text
+    assert replace_table(text, table, "generation") == text
 
 
 def test_time_tokens__seconds_since_the_start():

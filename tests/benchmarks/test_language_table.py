@@ -15,6 +15,7 @@ from llama_onnx import Llama, llama_inputs, save_llama
 from models import build_transformer
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
+from speed_table import replace_table
 
 from relayquant.analysis.latency import Latency
 from relayquant_runtime import Library
@@ -67,7 +68,7 @@ def test_save_encoder_own__runs_in_integers(is_dynamic, tmp_path):
 def test_page__has_the_tables():
     text = language_table.PAGE.read_text(encoding="utf-8")
     table = language_table.format_tables(language_table.read_results(language_table.RESULTS))
-    assert language_table.replace_table(text, table, "language") == text
+    assert replace_table(text, table, "language") == text
 
 
 @pytest.mark.parametrize(("rows", "seen"), [(1, 5), (6, 0)])

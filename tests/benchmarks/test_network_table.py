@@ -11,6 +11,7 @@ import onnx
 import pytest
 from onnx import helper
 from onnx_models import make_onnx
+from speed_table import replace_table
 
 pytest.importorskip("openvino", reason="openvino is not installed")
 pytest.importorskip("nncf", reason="nncf is not installed")
@@ -58,7 +59,7 @@ def test_page__is_written():
     results = network_table.read_results(network_table.RESULTS)
     text = network_table.PAGE.read_text(encoding="utf-8")
     table = network_table.format_table(results)
-    assert network_table.replace_table(text, table, "networks") == text
+    assert replace_table(text, table, "networks") == text
 
 
 def test_run_apart__result_error_and_end():

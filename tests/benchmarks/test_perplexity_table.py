@@ -6,6 +6,7 @@ import numpy as np
 import perplexity_table
 import pytest
 from llama_files import write_gguf
+from speed_table import replace_table
 
 import relayquant as rq
 
@@ -14,7 +15,7 @@ def test_page__has_the_table():
     text = perplexity_table.PAGE.read_text(encoding="utf-8")
     results = perplexity_table.read_results(perplexity_table.RESULTS)
     table = perplexity_table.format_table(results)
-    assert perplexity_table.replace_table(text, table, "perplexity") == text
+    assert replace_table(text, table, "perplexity") == text
 
 
 def test_format_table__size_and_distance_from_float():

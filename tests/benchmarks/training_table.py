@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import io
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,17 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from speed_table import read_results, write_results, write_table
 
 import relayquant as rq
-from relayquant.base.storage.files import write_whole
 from relayquant.config import Effort
 from relayquant.stages.effort import apply_effort
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
 RESULTS, PAGE = ROOT / "docs/training.json", ROOT / "docs/how_to/train.md"
-#: around the table; what is between is written anew
-BEGIN, END = "<!-- training: begin -->", "<!-- training: end -->"
 SEED = 0
 
 Array = np.ndarray
@@ -359,14 +356,6 @@ def format_table(results: Mapping[str, Mapping[str, Any]], rows: Sequence[str]) 
     return "\n".join(lines)
 
 
-def write_table(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """The table between the marks of the page."""
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    table = format_table(results, [*ROWS])
-    text = f"{before}{BEGIN}\n{table}\n{rest[rest.index(END) :]}"
-    write_whole(PAGE, lambda path: path.write_text(text, encoding="utf-8"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS], metavar="ROW")
@@ -380,7 +369,7 @@ def main() -> None:
     if not options.data.is_dir():
         sys.exit(f"There is no folder {options.data} of models and data; name one by --data.")
     torch.set_num_threads(options.threads)
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    results = read_results(RESULTS)
     for row in options.rows:
         print(row, flush=True)
         try:
@@ -389,9 +378,8 @@ def main() -> None:
             print(f"  left out: {error.filename} is not here", flush=True)
             continue
         print(f"  {results[row]}", flush=True)
-        text = json.dumps(results, indent=1)
-        write_whole(RESULTS, lambda path, text=text: path.write_text(text, encoding="utf-8"))
-    write_table(results)
+        write_results(results, RESULTS)
+    write_table(PAGE, format_table(results, [*ROWS]), "training")
 
 
 if __name__ == "__main__":
