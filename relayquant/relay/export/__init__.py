@@ -21,14 +21,14 @@ from relayquant.ir.rewrite.bind import Model, bind_model
 from relayquant.ir.rewrite.graph import Graph, call_name, constant_value, tensor_dtype, tensor_shape
 from relayquant.relay import syntax
 from relayquant.relay.export.base import ExportSite, Statements
-from relayquant.relay.export.float_rows import FLOAT_ATTRIBUTES, FLOAT_EXPORTS
+from relayquant.relay.export.float_rows import FLOAT_ROWS
 from relayquant.relay.export.quantized_rows import QUANTIZED_EXPORTS
 from relayquant.relay.export.releases import NEWEST, Release, find_release
 from relayquant.relay.export.shapes import fix_shapes
 from relayquant.relay.printer import print_module
 
 #: Relax operator name -> its writer.
-EXPORTS = {**FLOAT_EXPORTS, **QUANTIZED_EXPORTS}
+EXPORTS = {**{op: row.export for op, row in FLOAT_ROWS.items()}, **QUANTIZED_EXPORTS}
 #: What to do about layers that compute all steps in one operator.
 RECURRENT_ADVICE = (
     ": Relay has no recurrent layers. Write the model with relayquant.export_onnx, or write the "
@@ -140,9 +140,9 @@ class _Writer:
         if row is None:
             advice = RECURRENT_ADVICE if call_name(value) in RECURRENT_OPERATORS else ""
             raise ModelError(f"the operator has no counterpart{advice}", code="RQ203")
-        if call_name(value) in FLOAT_EXPORTS:
-            named = FLOAT_ATTRIBUTES.get(call_name(value), ())
-            unwritten = find_unmodelled([value], named)
+        if call_name(value) in FLOAT_ROWS:
+            named = FLOAT_ROWS[call_name(value)].attributes
+            unwritten = find_unmodelled([value], named.split())
             if unwritten is not None:
                 raise ModelError(f"{unwritten}, which is not written", code="RQ203")
         roles = [argument.name for argument in getattr(value.op, "arguments", ())]

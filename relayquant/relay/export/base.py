@@ -195,6 +195,19 @@ Export: TypeAlias = Callable[[ExportSite], syntax.Expr]
 Exports: TypeAlias = Mapping[str, Export]
 
 
+@dataclass(frozen=True)
+class ExportRow:
+    """An operator of Relax that is written.
+
+    Attributes:
+        export: What writes it.
+        attributes: Those that are written. All others must have their defaults.
+    """
+
+    export: Export
+    attributes: str = ""
+
+
 def ints(values: Any) -> tuple[int, ...]:
     """Return an attribute of Relax as a tuple of integers."""
     return tuple(int(value) for value in values)

@@ -16,19 +16,20 @@ from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.ir.rewrite.moves import list_permutation
 from relayquant.relay import syntax
-from relayquant.relay.export.base import Export, Exports, ExportSite, ints
+from relayquant.relay.export.base import Export, ExportRow, ExportSite, ints
 from relayquant.relay.export.releases import IOW_SINCE
 
 
-def same(name: str, count: int = 1, **attrs: Callable[[Any], Any]) -> Export:
+def same(name: str, count: int = 1, **attrs: Callable[[Any], Any]) -> ExportRow:
     """Write an operator with the first operands of Relax's, and these attributes of it, each
     converted by a function.
     """
-    return lambda site: site.op(
-        name,
-        *site.args[:count],
-        **{key: convert(getattr(site.attrs, key)) for key, convert in attrs.items()},
-    )
+
+    def export(site: ExportSite) -> syntax.Expr:
+        given = {key: convert(getattr(site.attrs, key)) for key, convert in attrs.items()}
+        return site.op(name, *site.args[:count], **given)
+
+    return ExportRow(export, " ".join(attrs))
 
 
 def conv_attrs(site: ExportSite, layout: str, kernel_shape: tuple[int, ...]) -> dict[str, Any]:
@@ -290,7 +291,7 @@ def export_clip(site: ExportSite) -> syntax.Expr:
     return site.op("clip", site.args[0], a_min=low, a_max=high)
 
 
-def unary(row: Unary) -> Export:
+def unary(row: Unary) -> ExportRow:
     """Write Relay's operator with the same meaning, or a formula."""
 
     def export(site: ExportSite) -> syntax.Expr:
@@ -301,7 +302,7 @@ def unary(row: Unary) -> Export:
             lambda value: site.number(value, site.dtype(0)),
         )
 
-    return same(row.relay) if row.relay else export
+    return same(row.relay) if row.relay else ExportRow(export)
 
 
 # -- shapes ----------------------------------------------------------------------------------------
@@ -475,82 +476,56 @@ _SAME = {
     3: ("where",),
 }
 
-FLOAT_EXPORTS: Exports = {
+_CONV = "strides padding dilation groups data_layout kernel_layout out_dtype"
+_POOL = "pool_size strides padding dilation ceil_mode count_include_pad layout"
+_REDUCE = "axis keepdims"
+
+FLOAT_ROWS: dict[str, ExportRow] = {
     **{f"relax.{name}": same(name, count) for count, names in _SAME.items() for name in names},
     **{op: unary(row) for op, row in RELAX_UNARY.items() if row.relay or row.formula},
     "relax.negative": same("negative"),
-    "relax.nn.conv1d": conv("nn.conv1d"),
-    "relax.nn.conv2d": conv("nn.conv2d"),
-    "relax.nn.conv3d": conv("nn.conv3d"),
-    "relax.nn.conv1d_transpose": conv("nn.conv1d_transpose", transposed_kernel),
-    "relax.nn.conv2d_transpose": conv("nn.conv2d_transpose", transposed_kernel),
-    "relax.add": export_add,
-    "relax.matmul": export_matmul,
-    "relax.nn.max_pool1d": max_pool("nn.max_pool1d"),
-    "relax.nn.max_pool2d": max_pool("nn.max_pool2d"),
-    "relax.nn.avg_pool1d": avg_pool("nn.avg_pool1d"),
-    "relax.nn.avg_pool2d": avg_pool("nn.avg_pool2d"),
-    "relax.nn.adaptive_avg_pool1d": adaptive_pool("nn.adaptive_avg_pool1d"),
-    "relax.nn.adaptive_avg_pool2d": adaptive_pool("nn.adaptive_avg_pool2d"),
+    **{f"relax.nn.conv{n}d": ExportRow(conv(f"nn.conv{n}d"), _CONV) for n in (1, 2, 3)},
+    **{
+        f"relax.nn.conv{n}d_transpose": ExportRow(
+            conv(f"nn.conv{n}d_transpose", transposed_kernel), f"{_CONV} output_padding"
+        )
+        for n in (1, 2)
+    },
+    "relax.add": ExportRow(export_add),
+    "relax.matmul": ExportRow(export_matmul, "out_dtype"),
+    **{f"relax.nn.max_pool{n}d": ExportRow(max_pool(f"nn.max_pool{n}d"), _POOL) for n in (1, 2)},
+    **{f"relax.nn.avg_pool{n}d": ExportRow(avg_pool(f"nn.avg_pool{n}d"), _POOL) for n in (1, 2)},
+    **{
+        f"relax.nn.{name}": ExportRow(adaptive_pool(f"nn.{name}"), "output_size layout")
+        for name in ("adaptive_avg_pool1d", "adaptive_avg_pool2d")
+    },
     "relax.nn.softmax": same("nn.softmax", axis=int),
     "relax.nn.log_softmax": same("nn.log_softmax", axis=int),
-    "relax.nn.batch_norm": export_batch_norm,
-    "relax.nn.layer_norm": export_layer_norm,
-    "relax.clip": export_clip,
+    "relax.nn.batch_norm": ExportRow(
+        export_batch_norm, "axis epsilon center scale momentum training"
+    ),
+    "relax.nn.layer_norm": ExportRow(export_layer_norm, "axes epsilon center scale"),
+    "relax.clip": ExportRow(export_clip),
     "relax.nn.leakyrelu": same("nn.leaky_relu", alpha=float),
     "relax.nn.prelu": same("nn.prelu", 2, axis=int),
     "relax.astype": same("cast", dtype=str),
-    "relax.reshape": export_reshape,
-    "relax.flatten": export_reshape,
-    "relax.expand_dims": export_reshape,
-    "relax.squeeze": export_reshape,
-    "relax.permute_dims": export_permute,
+    "relax.reshape": ExportRow(export_reshape),
+    "relax.flatten": ExportRow(export_reshape),
+    "relax.expand_dims": ExportRow(export_reshape, "axis"),
+    "relax.squeeze": ExportRow(export_reshape, "axis"),
+    "relax.permute_dims": ExportRow(export_permute, "axes"),
     "relax.flip": same("reverse", axis=int),
-    "relax.concat": export_concat,
-    "relax.stack": export_stack,
-    "relax.split": export_split,
-    "relax.strided_slice": export_strided_slice,
-    "relax.nn.pad": export_pad,
-    "relax.take": export_take,
-    "relax.broadcast_to": export_broadcast_to,
-    "relax.image.resize2d": export_resize2d,
-    "relax.sum": reduction("sum"),
-    "relax.max": reduction("max"),
-    "relax.min": reduction("min"),
-    "relax.mean": export_mean,
-}
-
-_CONV = ("strides", "padding", "dilation", "groups", "data_layout", "kernel_layout", "out_dtype")
-_POOL = (
-    "pool_size", "strides", "padding", "dilation", "ceil_mode", "count_include_pad", "layout",
-)  # fmt: skip
-
-#: Attributes that the rows of FLOAT_EXPORTS write. All others must have their defaults.
-FLOAT_ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    **{f"relax.nn.conv{n}d": _CONV for n in (1, 2, 3)},
-    **{f"relax.nn.conv{n}d_transpose": (*_CONV, "output_padding") for n in (1, 2)},
-    **{f"relax.nn.{kind}_pool{n}d": _POOL for kind in ("max", "avg") for n in (1, 2)},
-    **{f"relax.nn.adaptive_avg_pool{n}d": ("output_size", "layout") for n in (1, 2)},
-    **{f"relax.{name}": ("axis", "keepdims") for name in ("sum", "max", "min", "mean")},
-    **{
-        f"relax.{name}": ("axis",)
-        for name in (
-            *("nn.softmax", "nn.log_softmax", "nn.prelu"),
-            *("flip", "concat", "stack", "expand_dims", "squeeze"),
-        )
-    },
-    "relax.matmul": ("out_dtype",),
-    "relax.nn.batch_norm": ("axis", "epsilon", "center", "scale", "momentum", "training"),
-    "relax.nn.layer_norm": ("axes", "epsilon", "center", "scale"),
-    "relax.nn.leakyrelu": ("alpha",),
-    "relax.astype": ("dtype",),
-    "relax.permute_dims": ("axes",),
-    "relax.split": ("indices_or_sections", "axis"),
-    "relax.strided_slice": ("assume_inbound",),
-    "relax.nn.pad": ("pad_width", "pad_mode", "pad_value"),
-    "relax.take": ("axis", "mode"),
-    "relax.image.resize2d": (
-        "layout", "method", "coordinate_transformation_mode", "rounding_method", "cubic_alpha",
-        "cubic_exclude",
+    "relax.concat": ExportRow(export_concat, "axis"),
+    "relax.stack": ExportRow(export_stack, "axis"),
+    "relax.split": ExportRow(export_split, "indices_or_sections axis"),
+    "relax.strided_slice": ExportRow(export_strided_slice, "assume_inbound"),
+    "relax.nn.pad": ExportRow(export_pad, "pad_width pad_mode pad_value"),
+    "relax.take": ExportRow(export_take, "axis mode"),
+    "relax.broadcast_to": ExportRow(export_broadcast_to),
+    "relax.image.resize2d": ExportRow(
+        export_resize2d,
+        "layout method coordinate_transformation_mode rounding_method cubic_alpha cubic_exclude",
     ),
-}  # fmt: skip
+    **{f"relax.{name}": ExportRow(reduction(name), _REDUCE) for name in ("sum", "max", "min")},
+    "relax.mean": ExportRow(export_mean, _REDUCE),
+}

@@ -16,7 +16,7 @@ from relayquant.errors import ModelError
 from relayquant.formats.writers.onnx.builder import OnnxBuilder
 from relayquant.formats.writers.onnx.operators import (
     ELEMENT,
-    Writer,
+    OnnxRow,
     in_channels_first,
     integers,
     list_operands,
@@ -437,56 +437,37 @@ def write_expand(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 #: data movement operators
-DATA_MOVEMENT_WRITERS: dict[str, Writer] = {
-    "relax.eye_like": write_eye,
+DATA_MOVEMENT_ROWS: dict[str, OnnxRow] = {
+    "relax.eye_like": OnnxRow(write_eye, "dtype"),
     "relax.nonzero": with_attributes("NonZero"),
-    "relax.unique": write_unique,
-    "relax.image.grid_sample": write_grid_sample,
-    "relax.vision.roi_align": write_roi_align,
-    "relax.reshape": write_reshape,
-    "relax.flatten": write_reshape,
-    "relax.squeeze": write_reshape,
-    "relax.expand_dims": write_reshape,
-    "relax.permute_dims": write_permute,
-    "relax.concat": write_concat,
-    "relax.nn.pad": write_pad,
-    "relax.strided_slice": write_slice,
-    "relax.flip": write_flip,
-    "relax.cumsum": write_cumsum,
-    "relax.tril": functools.partial(write_triangle, 0),
-    "relax.triu": functools.partial(write_triangle, 1),
-    "relax.scatter_elements": functools.partial(write_scatter, "ScatterElements"),
-    "relax.scatter_nd": functools.partial(write_scatter, "ScatterND"),
-    "relax.one_hot": write_one_hot,
-    "relax.take": write_take,
-    "relax.gather_elements": write_gather_elements,
-    "relax.gather_nd": write_gather_nd,
-    "relax.tile": write_tile,
-    "relax.image.resize2d": write_resize,
-    "relax.broadcast_to": write_expand,
-}
-
-#: Attributes that the writers of DATA_MOVEMENT_WRITERS write. All others must have their defaults.
-DATA_MOVEMENT_ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "relax.eye_like": ("dtype",),
-    "relax.image.grid_sample": ("method", "padding_mode", "align_corners"),
-    "relax.vision.roi_align": ("pooled_size", "spatial_scale", "sample_ratio", "aligned"),
-    "relax.squeeze": ("axis",),
-    "relax.expand_dims": ("axis",),
-    "relax.permute_dims": ("axes",),
-    "relax.concat": ("axis",),
-    "relax.nn.pad": ("pad_width", "pad_mode", "pad_value"),
-    "relax.strided_slice": ("assume_inbound",),
-    "relax.flip": ("axis",),
-    "relax.cumsum": ("axis", "dtype", "exclusive"),
-    "relax.scatter_elements": ("axis", "reduction"),
-    "relax.scatter_nd": ("reduction",),
-    "relax.one_hot": ("depth", "axis"),
-    "relax.take": ("axis", "mode"),
-    "relax.gather_elements": ("axis",),
-    "relax.gather_nd": ("batch_dims",),
-    "relax.tile": ("repeats",),
-    "relax.image.resize2d": (
-        "layout", "method", "coordinate_transformation_mode", "rounding_method",
+    "relax.unique": OnnxRow(write_unique),
+    "relax.image.grid_sample": OnnxRow(write_grid_sample, "method padding_mode align_corners"),
+    "relax.vision.roi_align": OnnxRow(
+        write_roi_align, "pooled_size spatial_scale sample_ratio aligned"
     ),
-}  # fmt: skip
+    "relax.reshape": OnnxRow(write_reshape),
+    "relax.flatten": OnnxRow(write_reshape),
+    "relax.squeeze": OnnxRow(write_reshape, "axis"),
+    "relax.expand_dims": OnnxRow(write_reshape, "axis"),
+    "relax.permute_dims": OnnxRow(write_permute, "axes"),
+    "relax.concat": OnnxRow(write_concat, "axis"),
+    "relax.nn.pad": OnnxRow(write_pad, "pad_width pad_mode pad_value"),
+    "relax.strided_slice": OnnxRow(write_slice, "assume_inbound"),
+    "relax.flip": OnnxRow(write_flip, "axis"),
+    "relax.cumsum": OnnxRow(write_cumsum, "axis dtype exclusive"),
+    "relax.tril": OnnxRow(functools.partial(write_triangle, 0)),
+    "relax.triu": OnnxRow(functools.partial(write_triangle, 1)),
+    "relax.scatter_elements": OnnxRow(
+        functools.partial(write_scatter, "ScatterElements"), "axis reduction"
+    ),
+    "relax.scatter_nd": OnnxRow(functools.partial(write_scatter, "ScatterND"), "reduction"),
+    "relax.one_hot": OnnxRow(write_one_hot, "depth axis"),
+    "relax.take": OnnxRow(write_take, "axis mode"),
+    "relax.gather_elements": OnnxRow(write_gather_elements, "axis"),
+    "relax.gather_nd": OnnxRow(write_gather_nd, "batch_dims"),
+    "relax.tile": OnnxRow(write_tile, "repeats"),
+    "relax.image.resize2d": OnnxRow(
+        write_resize, "layout method coordinate_transformation_mode rounding_method"
+    ),
+    "relax.broadcast_to": OnnxRow(write_expand),
+}

@@ -19,24 +19,20 @@ from relayquant.config import GroupedForm, RecurrentForm
 from relayquant.errors import ModelError, format_count
 from relayquant.formats.writers.onnx.accumulators import check_accumulators
 from relayquant.formats.writers.onnx.builder import OnnxBuilder
-from relayquant.formats.writers.onnx.data_movement import (
-    DATA_MOVEMENT_ATTRIBUTES,
-    DATA_MOVEMENT_WRITERS,
-)
-from relayquant.formats.writers.onnx.formulas import FORMULA_ATTRIBUTES, FORMULA_WRITERS
+from relayquant.formats.writers.onnx.data_movement import DATA_MOVEMENT_ROWS
+from relayquant.formats.writers.onnx.formulas import FORMULA_ROWS
 from relayquant.formats.writers.onnx.operators import (
     ELEMENT,
-    FLOAT_ATTRIBUTES,
-    FLOAT_WRITERS,
+    FLOAT_ROWS,
     WIDER,
     Writer,
     write_wider,
 )
-from relayquant.formats.writers.onnx.order import ORDER_ATTRIBUTES, ORDER_WRITERS
-from relayquant.formats.writers.onnx.places import PLACE_ATTRIBUTES, PLACE_WRITERS
+from relayquant.formats.writers.onnx.order import ORDER_ROWS
+from relayquant.formats.writers.onnx.places import PLACE_ROWS
 from relayquant.formats.writers.onnx.qnn import QNN_WRITERS
 from relayquant.formats.writers.onnx.recurrent import RECURRENT_WRITERS
-from relayquant.formats.writers.onnx.sizes import SIZE_ATTRIBUTES, SIZE_WRITERS, define_sizes
+from relayquant.formats.writers.onnx.sizes import SIZE_ROWS, define_sizes
 from relayquant.ir.fourier import write_products
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.attributes import find_unmodelled
@@ -45,26 +41,13 @@ from relayquant.ir.rewrite.graph import call_name, tensor_dtype, tensor_shape
 from relayquant.stages.conversion.partial import has_quantized_values
 from relayquant.stages.preparation import prepare_module
 
-#: Operator -> its writer
-DIALECT_WRITERS: dict[str, Writer] = {**QNN_WRITERS, **RECURRENT_WRITERS}
+#: Relax operator -> its row
+ROWS = FLOAT_ROWS | FORMULA_ROWS | DATA_MOVEMENT_ROWS | ORDER_ROWS | PLACE_ROWS | SIZE_ROWS
+#: Operator -> its writer. Writers of the dialect write all attributes.
 WRITERS: dict[str, Writer] = {
-    **FLOAT_WRITERS,
-    **FORMULA_WRITERS,
-    **DATA_MOVEMENT_WRITERS,
-    **ORDER_WRITERS,
-    **PLACE_WRITERS,
-    **SIZE_WRITERS,
-    **DIALECT_WRITERS,
-}
-
-#: Relax operator -> attributes that its writer writes. Writers of the dialect write all attributes.
-ATTRIBUTES = {
-    **FLOAT_ATTRIBUTES,
-    **FORMULA_ATTRIBUTES,
-    **DATA_MOVEMENT_ATTRIBUTES,
-    **ORDER_ATTRIBUTES,
-    **PLACE_ATTRIBUTES,
-    **SIZE_ATTRIBUTES,
+    **{op: row.write for op, row in ROWS.items()},
+    **QNN_WRITERS,
+    **RECURRENT_WRITERS,
 }
 
 #: Largest protobuf file.
@@ -220,8 +203,8 @@ def find_missing(graph: Graph) -> dict[str, list[str]]:
         if not isinstance(value, Call):
             continue
         op, found = call_name(value), None
-        if op in WRITERS and op not in DIALECT_WRITERS:
-            found = find_unmodelled([value], ATTRIBUTES.get(op, ()))
+        if op in ROWS:
+            found = find_unmodelled([value], ROWS[op].attributes.split())
         if op not in WRITERS or found is not None:
             what = op if found is None else f"{op} with {found.name}={found.value!r}"
             missing.setdefault(what, []).append(binding.var.name)

@@ -12,7 +12,7 @@ from tvm.ir import Call
 
 from relayquant.errors import ModelError
 from relayquant.formats.writers.onnx.builder import OnnxBuilder
-from relayquant.formats.writers.onnx.operators import Writer, integers, write_reduce
+from relayquant.formats.writers.onnx.operators import OnnxRow, integers, write_reduce
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype
 
 
@@ -193,34 +193,25 @@ def write_batch_norm(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 #: operators that take several nodes
-FORMULA_WRITERS: dict[str, Writer] = {
-    "relax.not_equal": write_not_equal,
+FORMULA_ROWS: dict[str, OnnxRow] = {
+    "relax.not_equal": OnnxRow(write_not_equal),
     **{
-        f"relax.bitwise_{word.lower()}": functools.partial(write_bitwise, word)
+        f"relax.bitwise_{word.lower()}": OnnxRow(functools.partial(write_bitwise, word))
         for word in ("And", "Or", "Xor", "Not")
     },
-    "relax.left_shift": functools.partial(write_shift, "LEFT"),
-    "relax.right_shift": functools.partial(write_shift, "RIGHT"),
-    "relax.isfinite": write_is_finite,
-    "relax.floor_divide": write_floor_divide,
-    "relax.floor_mod": write_remainder,
-    "relax.mod": write_remainder,
-    "relax.prod": functools.partial(write_reduce, "ReduceProd"),
-    "relax.variance": functools.partial(write_variance, False),
-    "relax.std": functools.partial(write_variance, True),
-    "relax.nn.rms_norm": write_rms_norm,
-    "relax.nn.batch_norm": write_batch_norm,
-    "relax.nn.group_norm": write_group_norm,
-    "relax.nn.instance_norm": write_group_norm,
-}
-
-#: Attributes that the writers of FORMULA_WRITERS write. All others must have their defaults.
-FORMULA_ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    **{f"relax.{name}": ("axis", "keepdims") for name in ("prod", "variance", "std")},
-    "relax.nn.rms_norm": ("axes", "epsilon"),
-    "relax.nn.batch_norm": ("axis", "epsilon", "center", "scale", "training", "momentum"),
-    "relax.nn.group_norm": (
-        "num_groups", "channel_axis", "axes", "epsilon", "center", "scale",
+    "relax.left_shift": OnnxRow(functools.partial(write_shift, "LEFT")),
+    "relax.right_shift": OnnxRow(functools.partial(write_shift, "RIGHT")),
+    "relax.isfinite": OnnxRow(write_is_finite),
+    "relax.floor_divide": OnnxRow(write_floor_divide),
+    "relax.floor_mod": OnnxRow(write_remainder),
+    "relax.mod": OnnxRow(write_remainder),
+    "relax.prod": OnnxRow(functools.partial(write_reduce, "ReduceProd"), "axis keepdims"),
+    "relax.variance": OnnxRow(functools.partial(write_variance, False), "axis keepdims"),
+    "relax.std": OnnxRow(functools.partial(write_variance, True), "axis keepdims"),
+    "relax.nn.rms_norm": OnnxRow(write_rms_norm, "axes epsilon"),
+    "relax.nn.batch_norm": OnnxRow(write_batch_norm, "axis epsilon center scale training momentum"),
+    "relax.nn.group_norm": OnnxRow(
+        write_group_norm, "num_groups channel_axis axes epsilon center scale"
     ),
-    "relax.nn.instance_norm": ("channel_axis", "axes", "epsilon", "center", "scale"),
-}  # fmt: skip
+    "relax.nn.instance_norm": OnnxRow(write_group_norm, "channel_axis axes epsilon center scale"),
+}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,20 @@ from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 Writer = Callable[[OnnxBuilder, relax.Var, Call], str]
+
+
+@dataclass(frozen=True)
+class OnnxRow:
+    """A Relax operator that ONNX can express.
+
+    Attributes:
+        write: Its writer.
+        attributes: Those that the writer writes. All others must have their defaults.
+    """
+
+    write: Writer
+    attributes: str = ""
+
 
 ELEMENT = {
     "float32": onnx.TensorProto.FLOAT,
@@ -426,7 +441,7 @@ def write_cast(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     return builder.emit("Cast", [builder.tensor(call.args[0], var.name)], var.name, to=to)
 
 
-def with_attributes(op: str, **attrs: Callable[[Any], Any]) -> Writer:
+def with_attributes(op: str, **attrs: Callable[[Any], Any]) -> OnnxRow:
     """Write the ONNX operator with the same operand, and with attributes that a function converts
     from those of the same name.
     """
@@ -435,7 +450,7 @@ def with_attributes(op: str, **attrs: Callable[[Any], Any]) -> Writer:
         given = {name: convert(getattr(call.attrs, name)) for name, convert in attrs.items()}
         return builder.emit(op, [builder.tensor(call.args[0], var.name)], var.name, **given)
 
-    return write
+    return OnnxRow(write, " ".join(attrs))
 
 
 def write_layer_norm(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
@@ -523,58 +538,46 @@ def write_wider(writer: Writer, wide: str, builder: OnnxBuilder, var: relax.Var,
 #: kind of pool in Relax -> operator in ONNX
 POOLS = {"max": "MaxPool", "avg": "AveragePool"}
 
+_CONV = "strides padding dilation groups data_layout kernel_layout"
+_POOL = "pool_size strides padding dilation ceil_mode count_include_pad layout"
+_REDUCE = "axis keepdims"
+
 #: operators that compute
-FLOAT_WRITERS: dict[str, Writer] = {
-    **{name: functools.partial(write_plain, op) for name, op in PLAIN.items()},
+FLOAT_ROWS: dict[str, OnnxRow] = {
+    **{name: OnnxRow(functools.partial(write_plain, op)) for name, op in PLAIN.items()},
     **{
-        op: functools.partial(write_formula, row.formula)
+        op: OnnxRow(functools.partial(write_formula, row.formula))
         for op, row in RELAX_UNARY.items()
         if row.formula
     },
-    "relax.where": write_where,
-    "relax.nn.conv1d": functools.partial(write_conv, "Conv"),
-    "relax.nn.conv2d": functools.partial(write_conv, "Conv"),
-    "relax.nn.conv3d": functools.partial(write_conv, "Conv"),
-    "relax.nn.conv1d_transpose": functools.partial(write_conv, "ConvTranspose"),
-    "relax.nn.conv2d_transpose": functools.partial(write_conv, "ConvTranspose"),
-    "relax.nn.conv3d_transpose": functools.partial(write_conv, "ConvTranspose"),
-    "relax.matmul": write_matmul,
+    "relax.where": OnnxRow(write_where),
     **{
-        f"relax.nn.{kind}_pool{rank}d": functools.partial(write_pool, op)
+        f"relax.nn.conv{rank}d": OnnxRow(functools.partial(write_conv, "Conv"), _CONV)
+        for rank in (1, 2, 3)
+    },
+    **{
+        f"relax.nn.conv{rank}d_transpose": OnnxRow(
+            functools.partial(write_conv, "ConvTranspose"), f"{_CONV} output_padding"
+        )
+        for rank in (1, 2, 3)
+    },
+    "relax.matmul": OnnxRow(write_matmul),
+    **{
+        f"relax.nn.{kind}_pool{rank}d": OnnxRow(functools.partial(write_pool, op), _POOL)
         for kind, op in POOLS.items()
         for rank in (1, 2, 3)
     },
-    "relax.mean": functools.partial(write_reduce, "ReduceMean"),
-    "relax.max": functools.partial(write_reduce, "ReduceMax"),
-    "relax.min": functools.partial(write_reduce, "ReduceMin"),
-    "relax.sum": functools.partial(write_reduce, "ReduceSum"),
-    "relax.clip": write_clip,
-    "relax.argmax": functools.partial(write_arg, "ArgMax"),
-    "relax.argmin": functools.partial(write_arg, "ArgMin"),
-    "relax.astype": write_cast,
+    **{
+        f"relax.{kind}": OnnxRow(functools.partial(write_reduce, f"Reduce{kind.title()}"), _REDUCE)
+        for kind in ("mean", "max", "min", "sum")
+    },
+    "relax.clip": OnnxRow(write_clip),
+    "relax.argmax": OnnxRow(functools.partial(write_arg, "ArgMax"), _REDUCE),
+    "relax.argmin": OnnxRow(functools.partial(write_arg, "ArgMin"), _REDUCE),
+    "relax.astype": OnnxRow(write_cast, "dtype"),
     "relax.nn.softmax": with_attributes("Softmax", axis=int),
     "relax.nn.log_softmax": with_attributes("LogSoftmax", axis=int),
     "relax.nn.leakyrelu": with_attributes("LeakyRelu", alpha=float),
-    "relax.nn.prelu": write_prelu,
-    "relax.nn.layer_norm": write_layer_norm,
-}
-
-_CONV = ("strides", "padding", "dilation", "groups", "data_layout", "kernel_layout")
-_POOL = (
-    "pool_size", "strides", "padding", "dilation", "ceil_mode", "count_include_pad", "layout",
-)  # fmt: skip
-_REDUCE = ("axis", "keepdims")
-
-#: Attributes that the writers of FLOAT_WRITERS write. All others must have their defaults.
-FLOAT_ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    **{f"relax.nn.conv{rank}d": _CONV for rank in (1, 2, 3)},
-    **{f"relax.nn.conv{rank}d_transpose": (*_CONV, "output_padding") for rank in (1, 2, 3)},
-    **{f"relax.nn.{kind}_pool{rank}d": _POOL for kind in POOLS for rank in (1, 2, 3)},
-    **{f"relax.{name}": _REDUCE for name in ("mean", "max", "min", "sum", "argmax", "argmin")},
-    "relax.astype": ("dtype",),
-    "relax.nn.softmax": ("axis",),
-    "relax.nn.log_softmax": ("axis",),
-    "relax.nn.leakyrelu": ("alpha",),
-    "relax.nn.prelu": ("axis",),
-    "relax.nn.layer_norm": ("axes", "epsilon", "center", "scale"),
+    "relax.nn.prelu": OnnxRow(write_prelu, "axis"),
+    "relax.nn.layer_norm": OnnxRow(write_layer_norm, "axes epsilon center scale"),
 }

@@ -18,7 +18,7 @@ from tvm.sym import Analyzer
 
 from relayquant.errors import ModelError
 from relayquant.formats.writers.onnx.builder import OnnxBuilder
-from relayquant.formats.writers.onnx.operators import ELEMENT, Writer, integers, write_flat
+from relayquant.formats.writers.onnx.operators import ELEMENT, OnnxRow, integers, write_flat
 from relayquant.formats.writers.onnx.sizes import write_sizes
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype
 
@@ -179,19 +179,10 @@ def write_cumprod(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 #: operators that put values in order, or go along an axis in order
-ORDER_WRITERS: dict[str, Writer] = {
-    "relax.sort": write_sort,
-    "relax.argsort": write_sort,
-    "relax.topk": write_topk,
-    "relax.median": write_median,
-    "relax.cumprod": write_cumprod,
-}
-
-#: Attributes that the writers of ORDER_WRITERS write. All others must have their defaults.
-ORDER_ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "relax.sort": ("axis", "descending"),
-    "relax.argsort": ("axis", "descending", "dtype"),
-    "relax.topk": ("k", "axis", "ret_type", "largest", "dtype"),
-    "relax.median": ("axis", "keepdims"),
-    "relax.cumprod": ("axis", "dtype", "exclusive"),
+ORDER_ROWS: dict[str, OnnxRow] = {
+    "relax.sort": OnnxRow(write_sort, "axis descending"),
+    "relax.argsort": OnnxRow(write_sort, "axis descending dtype"),
+    "relax.topk": OnnxRow(write_topk, "k axis ret_type largest dtype"),
+    "relax.median": OnnxRow(write_median, "axis keepdims"),
+    "relax.cumprod": OnnxRow(write_cumprod, "axis dtype exclusive"),
 }

@@ -18,7 +18,7 @@ from relayquant.formats.writers.onnx.builder import OnnxBuilder
 from relayquant.formats.writers.onnx.data_movement import long_indices
 from relayquant.formats.writers.onnx.operators import (
     ELEMENT,
-    Writer,
+    OnnxRow,
     in_channels_first,
     list_operands,
     write_flat,
@@ -172,18 +172,13 @@ def write_windows(builder: OnnxBuilder, name: str, size: Any, count: int, dtype:
 
 
 #: operators at places that are computed
-PLACE_WRITERS: dict[str, Writer] = {
-    "relax.index_tensor": write_index_tensor,
-    "relax.repeat": write_repeat,
-    "relax.einsum": write_einsum,
-    "relax.nn.pixel_shuffle": write_pixel_shuffle,
-    **{f"relax.nn.adaptive_avg_pool{rank}d": write_adaptive_pool for rank in (1, 2, 3)},
-}
-
-#: Attributes that the writers of PLACE_WRITERS write. All others must have their defaults.
-PLACE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "relax.repeat": ("repeats", "axis"),
-    "relax.einsum": ("subscripts",),
-    "relax.nn.pixel_shuffle": ("upscale_factor",),
-    **{f"relax.nn.adaptive_avg_pool{rank}d": ("output_size", "layout") for rank in (1, 2, 3)},
+PLACE_ROWS: dict[str, OnnxRow] = {
+    "relax.index_tensor": OnnxRow(write_index_tensor),
+    "relax.repeat": OnnxRow(write_repeat, "repeats axis"),
+    "relax.einsum": OnnxRow(write_einsum, "subscripts"),
+    "relax.nn.pixel_shuffle": OnnxRow(write_pixel_shuffle, "upscale_factor"),
+    **{
+        f"relax.nn.adaptive_avg_pool{rank}d": OnnxRow(write_adaptive_pool, "output_size layout")
+        for rank in (1, 2, 3)
+    },
 }

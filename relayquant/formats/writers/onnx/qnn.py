@@ -24,7 +24,7 @@ from relayquant.formats.writers.onnx.grouped import (
 )
 from relayquant.formats.writers.onnx.operators import (
     ELEMENT,
-    FLOAT_WRITERS,
+    FLOAT_ROWS,
     Writer,
     conv_attributes,
     in_channels_first,
@@ -228,7 +228,7 @@ def write_float_form(
         builder.unique_name(f"{var.name}.real"), relax.TensorType(var.ty.shape, "float32")
     )
     value = form(call, source)
-    real = FLOAT_WRITERS[value.op.name](builder, result, value)
+    real = FLOAT_ROWS[value.op.name].write(builder, result, value)
     out = read_affine(out_scale, out_zero, -1, var.ty.ndim)
     return builder.quantize(real, out, tensor_dtype(var), var.name)
 

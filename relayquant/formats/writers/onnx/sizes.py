@@ -17,7 +17,7 @@ from tvm.ir import Call
 
 from relayquant.errors import ModelError
 from relayquant.formats.writers.onnx.builder import OnnxBuilder
-from relayquant.formats.writers.onnx.operators import ELEMENT, Writer
+from relayquant.formats.writers.onnx.operators import ELEMENT, OnnxRow
 from relayquant.ir.rewrite.graph import dim_name, static_size, tensor_dtype
 
 #: size operators of ONNX
@@ -173,19 +173,14 @@ def write_range(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 #: operators on sizes
-SIZE_WRITERS: dict[str, Writer] = {
-    "relax.shape_to_tensor": write_shape_to_tensor,
-    "relax.tensor_to_shape": write_tensor_to_shape,
-    "relax.arange": write_range,
-    "relax.full": functools.partial(write_filled, None),
-    "relax.full_like": functools.partial(write_filled, None),
-    "relax.zeros": functools.partial(write_filled, 0),
-    "relax.zeros_like": functools.partial(write_filled, 0),
-    "relax.ones": functools.partial(write_filled, 1),
-    "relax.ones_like": functools.partial(write_filled, 1),
-}
-
-#: Attributes that the writers of SIZE_WRITERS write. All others must have their defaults.
-SIZE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    name: ("dtype",) for name in SIZE_WRITERS if not name.endswith("shape")
+SIZE_ROWS: dict[str, OnnxRow] = {
+    "relax.shape_to_tensor": OnnxRow(write_shape_to_tensor),
+    "relax.tensor_to_shape": OnnxRow(write_tensor_to_shape),
+    "relax.arange": OnnxRow(write_range, "dtype"),
+    "relax.full": OnnxRow(functools.partial(write_filled, None), "dtype"),
+    "relax.full_like": OnnxRow(functools.partial(write_filled, None), "dtype"),
+    "relax.zeros": OnnxRow(functools.partial(write_filled, 0), "dtype"),
+    "relax.zeros_like": OnnxRow(functools.partial(write_filled, 0), "dtype"),
+    "relax.ones": OnnxRow(functools.partial(write_filled, 1), "dtype"),
+    "relax.ones_like": OnnxRow(functools.partial(write_filled, 1), "dtype"),
 }
