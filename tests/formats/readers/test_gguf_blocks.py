@@ -8,6 +8,7 @@ import pytest
 from relayquant.errors import ModelError
 from relayquant.formats.readers.gguf import blocks
 from relayquant.formats.readers.gguf.blocks import BLOCK_KINDS, read_blocks
+from relayquant.formats.readers.gguf.header import KINDS
 
 gguf = pytest.importorskip("gguf")
 #: Where the float16 numbers of a block begin.
@@ -17,24 +18,24 @@ HALVES = {
 }  # fmt: skip
 
 
-def draw_blocks(form, rows, features, seed=0):
+def draw_blocks(stored, rows, features, seed=0):
     """Any bytes are blocks, with float16 numbers that are finite."""
     rng = np.random.default_rng(seed)
-    raw = rng.integers(0, 256, (rows * features // form.weights, form.nbytes)).astype("uint8")
-    for at in HALVES.get(form.name, (0,)):
+    raw = rng.integers(0, 256, (rows * features // stored.values, stored.size)).astype("uint8")
+    for at in HALVES.get(stored.name, (0,)):
         raw[:, at : at + 2] = rng.normal(size=(len(raw), 1)).astype("float16").view("uint8")
     return raw.reshape(rows, -1)
 
 
-@pytest.mark.parametrize("kind", BLOCK_KINDS, ids=lambda kind: BLOCK_KINDS[kind].name)
+@pytest.mark.parametrize("kind", BLOCK_KINDS, ids=lambda kind: KINDS[kind].name)
 def test_read_blocks__values_are_those_of_the_package(kind, monkeypatch):
     monkeypatch.setattr(blocks, "CHUNK", 1024)  # several chunks of rows
-    form, shape = BLOCK_KINDS[kind], (5, 512)
-    own = gguf.GGMLQuantizationType[form.name]
-    assert (int(own), gguf.GGML_QUANT_SIZES[own]) == (kind, (form.weights, form.nbytes))
-    raw = draw_blocks(form, *shape)
-    if form.name == "MXFP4":
-        raw[0, :: form.nbytes] %= 2  # scales that are subnormal
+    stored, form, shape = KINDS[kind], BLOCK_KINDS[kind], (5, 512)
+    own = gguf.GGMLQuantizationType[stored.name]
+    assert (int(own), gguf.GGML_QUANT_SIZES[own]) == (kind, (stored.values, stored.size))
+    raw = draw_blocks(stored, *shape)
+    if stored.name == "MXFP4":
+        raw[0, :: stored.size] %= 2  # scales that are subnormal
     weight = read_blocks(raw.reshape(-1), kind, shape)
     np.testing.assert_array_equal(weight.decode(), gguf.quants.dequantize(raw, own))
     assert weight.group_size == form.group_size

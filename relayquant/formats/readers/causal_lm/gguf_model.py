@@ -301,7 +301,7 @@ def store_tensor(path: Path, place: GgufPlace) -> StoredTensor:
         return StoredTensor(place.shape, FLOATS, partial(read_floats, path, place))
     refusal = ""
     if place.kind not in BLOCK_KINDS or len(place.shape) not in (2, 3):
-        known = [*FLOAT_KINDS, *(form.name for form in BLOCK_KINDS.values())]
+        known = [*FLOAT_KINDS, *(KINDS[number].name for number in BLOCK_KINDS)]
         refusal = (
             f"has blocks of kind {kind} and shape {place.shape}; supported: matrices of "
             f"{', '.join(known)}. Quantize the model to one of these."

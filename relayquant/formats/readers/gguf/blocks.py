@@ -28,6 +28,7 @@ from relayquant.base.packing import count_bytes, middle_code, pack_codes
 from relayquant.base.runtime import map_on_threads
 from relayquant.errors import ModelError, format_count
 from relayquant.formats.readers.float4 import E2M1_LEVELS, decode_exponents
+from relayquant.formats.readers.gguf.header import KINDS
 
 Array = np.ndarray
 
@@ -37,21 +38,17 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class BlockKind:
-    """A kind of blocks.
+    """What the blocks of one of `KINDS` hold.
 
     Attributes:
-        weights, nbytes: Size of a block.
         bits, group_size: The format of the grouped weight.
         scale_dtype: Dtype of its scales and offsets: the smallest that holds them.
         has_offset: Whether a group has an offset.
-        decode: (n, nbytes) -> packed codes uint8 (n, weights * bits / 8), scales and, if there are
-            any, offsets (n, weights / group_size).
+        decode: (n, size) -> packed codes uint8 (n, values * bits / 8), scales and, if there are
+            any, offsets (n, values / group_size).
         levels: The values of codes + 128, if the codes are numbers of levels.
     """
 
-    name: str
-    weights: int
-    nbytes: int
     bits: int
     group_size: int
     scale_dtype: str
@@ -73,29 +70,29 @@ def read_blocks(raw: Array, kind: int, shape: tuple[int, int]) -> GroupedWeight:
             another size.
     """
     if kind not in BLOCK_KINDS:
-        known = ", ".join(f"{form.name} ({number})" for number, form in BLOCK_KINDS.items())
+        known = ", ".join(f"{KINDS[number].name} ({number})" for number in BLOCK_KINDS)
         raise ModelError(
             f"Blocks of type {int(kind)}; allowed: {known}. Quantize the model to one of these.",
             code="RQ202",
         )
-    form, (rows, features) = BLOCK_KINDS[kind], shape
-    each = features // form.weights
-    if features % form.weights or raw.size != rows * each * form.nbytes:
+    stored, form, (rows, features) = KINDS[kind], BLOCK_KINDS[kind], shape
+    each = features // stored.values
+    if features % stored.values or raw.size != rows * each * stored.size:
         raise ModelError(
-            f"A tensor of {form.name} blocks has shape {shape} and "
+            f"A tensor of {stored.name} blocks has shape {shape} and "
             f"{format_count(raw.size, 'byte')}; allowed: rows of whole blocks, "
-            f"{format_count(form.nbytes, 'byte')} for each {format_count(form.weights, 'weight')}. "
-            "The file is damaged.",
+            f"{format_count(stored.size, 'byte')} for each "
+            f"{format_count(stored.values, 'weight')}. The file is damaged.",
             code="RQ502",
         )
-    blocks = raw.reshape(rows, each * form.nbytes)
+    blocks = raw.reshape(rows, each * stored.size)
     groups = (rows, features // form.group_size)
     codes = np.empty((rows, count_bytes(features, form.bits)), "uint8")
     parts = [np.empty(groups, form.scale_dtype) for _ in range(1 + form.has_offset)]
 
     def decode_rows(start: int) -> None:
         own = slice(start, start + step)
-        block = np.ascontiguousarray(blocks[own]).reshape(-1, form.nbytes)
+        block = np.ascontiguousarray(blocks[own]).reshape(-1, stored.size)
         with np.errstate(invalid="ignore"):  # A damaged file may have infinite scales.
             found, *values = form.decode(block)
         codes[own] = found.reshape(-1, codes.shape[1])
@@ -245,18 +242,18 @@ IQ4_LEVELS = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217
 
 #: By type number (ggml_type).
 BLOCK_KINDS: Mapping[int, BlockKind] = {
-    2: BlockKind("Q4_0", 32, 18, 4, 32, "float16", False, decode_q4_0),
-    3: BlockKind("Q4_1", 32, 20, 4, 32, "float16", True, decode_q4_1),
-    6: BlockKind("Q5_0", 32, 22, 8, 32, "float16", False, decode_q5_0),
-    7: BlockKind("Q5_1", 32, 24, 8, 32, "float16", True, decode_q5_1),
-    8: BlockKind("Q8_0", 32, 34, 8, 32, "float16", False, decode_q8_0),
-    10: BlockKind("Q2_K", 256, 84, 2, 16, "float32", True, decode_q2_k),
-    11: BlockKind("Q3_K", 256, 110, 3, 16, "float32", False, decode_q3_k),
-    12: BlockKind("Q4_K", 256, 144, 4, 32, "float32", True, decode_q4_k),
-    13: BlockKind("Q5_K", 256, 176, 8, 32, "float32", True, decode_q5_k),
-    14: BlockKind("Q6_K", 256, 210, 8, 16, "float32", False, decode_q6_k),
-    20: BlockKind("IQ4_NL", 32, 18, 4, 32, "float16", False, decode_q4_0, IQ4_LEVELS),
-    23: BlockKind("IQ4_XS", 256, 136, 4, 32, "float32", False, decode_iq4_xs, IQ4_LEVELS),
-    39: BlockKind("MXFP4", 32, 17, 4, 32, "float32", False, decode_mxfp4, E2M1_LEVELS),
-    40: BlockKind("NVFP4", 64, 36, 4, 16, "float32", False, decode_nvfp4, E2M1_LEVELS),
+    2: BlockKind(4, 32, "float16", False, decode_q4_0),
+    3: BlockKind(4, 32, "float16", True, decode_q4_1),
+    6: BlockKind(8, 32, "float16", False, decode_q5_0),
+    7: BlockKind(8, 32, "float16", True, decode_q5_1),
+    8: BlockKind(8, 32, "float16", False, decode_q8_0),
+    10: BlockKind(2, 16, "float32", True, decode_q2_k),
+    11: BlockKind(3, 16, "float32", False, decode_q3_k),
+    12: BlockKind(4, 32, "float32", True, decode_q4_k),
+    13: BlockKind(8, 32, "float32", True, decode_q5_k),
+    14: BlockKind(8, 16, "float32", False, decode_q6_k),
+    20: BlockKind(4, 32, "float16", False, decode_q4_0, IQ4_LEVELS),
+    23: BlockKind(4, 32, "float32", False, decode_iq4_xs, IQ4_LEVELS),
+    39: BlockKind(4, 32, "float32", False, decode_mxfp4, E2M1_LEVELS),
+    40: BlockKind(4, 16, "float32", False, decode_nvfp4, E2M1_LEVELS),
 }

@@ -267,7 +267,15 @@ def infer_recurrent(call: Call, _builder: Any) -> Any:
                 f"allowed: {show_dimension(units)} in the last dimension, because dimension 0 of "
                 f"'weight' is {show_dimension(hidden)}",
             )
-    sizes = {
+    sizes = list_sizes(batch, hidden, units)
+    for each in (scale, *others):
+        check_optional(each, sizes[each.name])
+    return relax.TensorType([steps + cell.states, batch, hidden], "float32", data.ty.vdevice)
+
+
+def list_sizes(batch: Any, hidden: Any, units: Any) -> dict[str, tuple[Any, ...]]:
+    """Return the shapes of all operands behind the weight, if they are no numbers."""
+    return {
         "weight_scale": (units,),
         "hidden": (batch, hidden),
         "cell": (batch, hidden),
@@ -275,9 +283,6 @@ def infer_recurrent(call: Call, _builder: Any) -> Any:
         "hidden_bias": (hidden,),
         "lengths": (batch,),
     }
-    for each in (scale, *others):
-        check_optional(each, sizes[each.name])
-    return relax.TensorType([steps + cell.states, batch, hidden], "float32", data.ty.vdevice)
 
 
 def check_optional(operand: CheckedOperand, sizes: tuple[Any, ...]) -> None:
@@ -369,16 +374,8 @@ class NaiveRecurrence:
             int(size) if isinstance(size, tirx.IntImm) else T.int64()
             for size in self.call.args[0].ty.shape.values[:2]
         )
-        known = {
-            "data": (steps, batch, width),
-            "weight": (units, width),
-            "weight_scale": (width,),
-            "hidden": (batch, units),
-            "cell": (batch, units),
-            "peepholes": (3, units),
-            "hidden_bias": (units,),
-            "lengths": (batch,),
-        }
+        known = {"data": (steps, batch, width), "weight": (units, width)}
+        known |= list_sizes(batch, units, width)
         self.tensors: dict[str, Any] = {}
         for argument, expr in zip(self.cell.operands, self.call.args, strict=True):
             shape = known[argument.name] if expr.ty.ndim else ()
