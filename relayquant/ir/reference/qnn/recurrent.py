@@ -13,7 +13,7 @@ specified.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,10 +137,10 @@ class NumpyLayer(ArrayLayer):
     library = np
 
     def __init__(
-        self, data: Array, weight: Array, weight_scale: Any, attrs: Mapping[str, Any], **more: Any
+        self, data: Array, weight: Array, weight_scale: Any, attrs: Any, **more: Any
     ) -> None:
         weight = np.asarray(weight)
-        super().__init__(np.asarray(data, "float32"), weight, SimpleNamespace(**attrs), **more)
+        super().__init__(np.asarray(data, "float32"), weight, attrs, **more)
         self.scale = self.spread(weight_scale, weight.shape[1:])
 
     def spread(self, value: Any, shape: tuple[int, ...]) -> Array:
@@ -174,9 +174,16 @@ def lstm(
     cell: Any,
     peepholes: Any,
     lengths: Any,
-    **attrs: Any,
+    *,
+    activations: Sequence[str],
+    clip: float,
+    is_reversed: bool,
+    input_forget: bool,
+    cell_clip: float,
 ) -> Array:
     """Run an LSTM -> last hidden state, last cell, and the hidden state of each step."""
+    own = {"input_forget": input_forget, "cell_clip": cell_clip}
+    attrs = SimpleNamespace(activations=activations, clip=clip, is_reversed=is_reversed, **own)
     layer = NumpyLayer(data, weight, weight_scale, attrs, peepholes=peepholes)
     return layer.run_lstm(hidden, cell, lengths)
 
@@ -188,15 +195,30 @@ def gru(
     hidden: Any,
     hidden_bias: Any,
     lengths: Any,
-    **attrs: Any,
+    *,
+    activations: Sequence[str],
+    clip: float,
+    is_reversed: bool,
+    linear_before_reset: bool,
 ) -> Array:
     """Run a GRU -> last hidden state, and the hidden state of each step."""
+    own = {"linear_before_reset": linear_before_reset}
+    attrs = SimpleNamespace(activations=activations, clip=clip, is_reversed=is_reversed, **own)
     layer = NumpyLayer(data, weight, weight_scale, attrs, hidden_bias=hidden_bias)
     return layer.run_gru(hidden, lengths)
 
 
 def rnn(
-    data: Array, weight: Array, weight_scale: Any, hidden: Any, lengths: Any, **attrs: Any
+    data: Array,
+    weight: Array,
+    weight_scale: Any,
+    hidden: Any,
+    lengths: Any,
+    *,
+    activations: Sequence[str],
+    clip: float,
+    is_reversed: bool,
 ) -> Array:
     """Run a simple recurrent layer -> last hidden state, and the hidden state of each step."""
+    attrs = SimpleNamespace(activations=activations, clip=clip, is_reversed=is_reversed)
     return NumpyLayer(data, weight, weight_scale, attrs).run_rnn(hidden, lengths)
