@@ -62,6 +62,11 @@ class Generator:
             what `relayquant.compile` returned, or an `Executor` of it.
         tokenizer: What `load_tokenizer` returns. It is needed.
         chunk: Tokens of a prompt that the model takes at once.
+        reuse_prefix: Keep the tokens that a prompt shares with the prompt and text before it, as
+            the turns of a conversation do, and read only the rest. Nothing else may run the
+            executable meanwhile, nor set its state. Tokens of a text were read one by one, which
+            may round otherwise than reading a prompt does: scores can differ by a rounding from
+            those of a generator that reads all.
 
     Attributes:
         sequences: Prompts that run at once.
@@ -74,7 +79,14 @@ class Generator:
     """
 
     @check_arguments
-    def __init__(self, executable: Any, tokenizer: Any = None, *, chunk: int = CHUNK) -> None:
+    def __init__(
+        self,
+        executable: Any,
+        tokenizer: Any = None,
+        *,
+        chunk: int = CHUNK,
+        reuse_prefix: bool = False,
+    ) -> None:
         if not isinstance(tokenizer, Tokenizer):
             raise ConfigError(
                 f"Generator: tokenizer is {describe_value(tokenizer)}; allowed: what "
@@ -97,7 +109,9 @@ class Generator:
                 code="RQ204",
             )
         self.sequences, _, self.max_length, _ = state[0]["shape"]
-        self._turn = 0
+        self._turn, self._reuse_prefix = 0, reuse_prefix
+        #: of each sequence the tokens whose keys and values the state has, from the first one on
+        self._read: list[list[int]] = []
         empty = np.zeros((self.sequences, 1), "int32")
         self.vocabulary = self._run(DECODE, empty, empty[:, 0]).shape[-1]
 
@@ -215,19 +229,24 @@ class Generator:
                     code="RQ105",
                 )
             scores = self._run(DECODE, tokens, positions)[:, 0]
+            for i in left:
+                self._read[i].append(int(tokens[i, 0]))
             running = {i: scores[i] for i in left}
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Read prompts from the first position on, in chunks. Returns the scores of the token that
-        follows each, float32 (vocabulary,).
+        """Read prompts in chunks, from the first position on, or behind what `reuse_prefix` keeps.
+
+        Returns the scores of the token that follows each, float32 (vocabulary,).
         """
+        kept = self._count_kept(prompts) if self._reuse_prefix else 0
+        self._read = []  # a run that fails leaves nothing to keep
         lengths = np.zeros(self.sequences, int)
         lengths[: len(prompts)] = [len(prompt) for prompt in prompts]
         tokens = np.zeros((self.sequences, lengths.max()), "int32")
         for row, prompt in zip(tokens, prompts, strict=False):
             row[: len(prompt)] = prompt
         found = [np.empty(0, "float32")] * len(prompts)
-        for start in range(0, tokens.shape[1], self.chunk):
+        for start in range(kept, tokens.shape[1], self.chunk):
             rows = tokens[:, start : start + self.chunk]
             ends = start + rows.shape[1]
             # Rows behind the end of a short prompt are overwritten before they are seen.
@@ -237,7 +256,17 @@ class Generator:
             for i in range(len(prompts)):
                 if start < lengths[i] <= ends:
                     found[i] = scores[i, 0]
+        self._read = [[*map(int, prompt)] for prompt in prompts]
         return found
+
+    def _count_kept(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Count the first tokens that the state has of every prompt. Of each prompt one token at
+        least is left to read, because its scores are wanted.
+        """
+        if len(prompts) > len(self._read):
+            return 0
+        pairs = zip(prompts, self._read, strict=False)
+        return min(min(count_equal(*pair), len(pair[0]) - 1) for pair in pairs)
 
     def _run(self, name: str, *args: np.ndarray) -> np.ndarray:
         """Call a function, which keeps the state. Returns its scores."""
@@ -254,6 +283,12 @@ class Generator:
             )
         check_prompt(index, tokens, self.max_length, self.vocabulary)
         return [*map(int, tokens)]
+
+
+def count_equal(one: Sequence[int], other: Sequence[int]) -> int:
+    """Count the tokens that two sequences have in common, from the first one on."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def check_prompt(index: int, tokens: Sequence[int], max_length: int, vocabulary: int) -> None:

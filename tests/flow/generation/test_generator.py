@@ -94,6 +94,87 @@ def test_generate__greedy_tokens_of_several_prompts_are_those_of_each_alone(chun
     assert max(rows for _, rows in model.calls) == min(chunk, 9)
 
 
+def read_rows(model):
+    """Rows of all calls of prefill since the last time, together."""
+    rows = sum(rows for name, rows in model.calls if name == "prefill")
+    model.calls.clear()
+    return rows
+
+
+#: prompts that follow "abcab" and the five tokens written behind it, and the rows that are read
+FOLLOWING = {
+    "same": (lambda said: "abcab", 1),
+    "text": (lambda said: "abcab" + said, 1),
+    "next turn": (lambda said: "abcab" + said + "xyz", 4),
+    "part": (lambda said: "abc", 1),
+    "other end": (lambda said: "abcax", 1),
+    "other begin": (lambda said: "bbcab", 5),
+}
+
+
+@pytest.mark.parametrize("chunk", [2, 512])
+@pytest.mark.parametrize("case", FOLLOWING)
+def test_reuse_prefix__the_rest_is_read_and_the_text_is_that_of_the_whole(case, chunk, tokenizer):
+    """Of a text, the last token was never read."""
+    model, (following, rows) = NumpyModel(), FOLLOWING[case]
+    generator = rq.Generator(model, tokenizer, chunk=chunk, reuse_prefix=True)
+    said = generator.generate("abcab", max_tokens=5)
+    assert read_rows(model) == 5
+    prompt = following(said)
+    text = generator.generate(prompt, max_tokens=5)
+    assert text == rq.Generator(NumpyModel(), tokenizer).generate(prompt, max_tokens=5)
+    assert read_rows(model) == rows
+
+
+@pytest.mark.parametrize("order", [(2, 2), (2, 1), (1, 2)])
+def test_reuse_prefix__of_several_sequences_what_all_of_them_keep(order, tokenizer):
+    """A sequence without a prompt is overwritten, so a later prompt in its place is read whole."""
+    model = NumpyModel(2)
+    generator = rq.Generator(model, tokenizer, reuse_prefix=True)
+    turns = [["systemab", "systemc"], ["systemabc", "systemdefg"]]
+    for prompts, count in zip(turns, order, strict=True):
+        read_rows(model)
+        texts = generator.generate(prompts[:count], max_tokens=3)
+        alone = rq.Generator(NumpyModel(), tokenizer)
+        assert texts == [alone.generate(prompt, max_tokens=3) for prompt in prompts[:count]]
+    assert read_rows(model) == {(2, 2): 4, (2, 1): 1, (1, 2): 10}[order]
+
+
+def test_reuse_prefix__a_text_that_another_interrupts_leaves_what_was_read(tokenizer):
+    model = NumpyModel()
+    generator = rq.Generator(model, tokenizer, reuse_prefix=True)
+    begun = generator.stream("abcd", max_tokens=9)
+    next(begun), next(begun)
+    assert generator.generate("abxy") == rq.Generator(NumpyModel(), tokenizer).generate("abxy")
+    with pytest.raises(ConfigError, match="Another text was begun"):
+        next(begun)
+    assert read_rows(model) == 6
+
+
+def test_reuse_prefix__a_prompt_that_was_not_read_to_its_end_leaves_nothing(tokenizer):
+    class Failing(NumpyModel):
+        def run(self, name, args):
+            results = super().run(name, args)
+            if name == "prefill" and 25 in args[0]:  # z
+                raise OSError("the disk is full")
+            return results
+
+    generator = rq.Generator(Failing(), tokenizer, chunk=2, reuse_prefix=True)
+    generator.generate("abcab", max_tokens=5)
+    with pytest.raises(OSError, match="the disk is full"):
+        generator.generate("xyxyz")
+    text = generator.generate("abcab", max_tokens=5)
+    assert text == rq.Generator(NumpyModel(), tokenizer).generate("abcab", max_tokens=5)
+
+
+def test_generate__without_reuse_prefix_each_prompt_is_read_whole(tokenizer):
+    model = NumpyModel()
+    generator = rq.Generator(model, tokenizer)
+    for _ in range(2):
+        generator.generate("abcab", max_tokens=2)
+        assert read_rows(model) == 5
+
+
 def test_iterate__steps_have_a_piece_of_each_text_that_goes_on(tokenizer):
     model = NumpyModel(2)
     prompts = [draw_prompt(3, 1), draw_prompt(LENGTH - 2, 2)]
