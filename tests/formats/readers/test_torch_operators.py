@@ -332,6 +332,53 @@ def assert_program_equals(function, parts):
     np.testing.assert_allclose(got, module(*parts).numpy(), rtol=1e-5, atol=1e-5)
 
 
+def split_packed(x):
+    """Queries, keys and values of 3 heads of 4 from one product, as vision transformers have it."""
+    return x.reshape(*x.shape[:2], 3, 3, 4).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def split_rows(x):
+    """The same from three pieces of a row, as GPT-2 has it."""
+    return [part.view(*x.shape[:2], 3, 4).transpose(1, 2) for part in x.split(12, 2)]
+
+
+#: programs with views that the memory order of PyTorch's kernels allows, without a copy
+VIEWS = {
+    "packed": lambda x: attend()(*split_packed(x)).transpose(1, 2).view(2, 7, 12),
+    "packed, copied": lambda x: (
+        attend()(*split_packed(x)).transpose(1, 2).contiguous().view(14, 12)
+    ),
+    "rows": lambda x: attend(is_causal=True)(*split_rows(x)).transpose(1, 2).view(2, 7, 12),
+    "rows, copied": lambda x: attend()(*split_rows(x)).transpose(1, 2).contiguous().view(2, -1),
+    "channels last": lambda x: (
+        functional.avg_pool2d(
+            x.reshape(2, 3, 7, 12).contiguous(memory_format=torch.channels_last), (1, 2)
+        )
+        .permute(0, 2, 3, 1)
+        .view(2, -1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_view__of_the_memory_order_of_kernels_is_read(name):
+    torch.manual_seed(0)
+    assert_program_equals(VIEWS[name], [torch.randn(2, 7, 36)])
+
+
+def test_view__that_is_written_into_is_no_copy():
+    """Without a view of its memory order, the program is refused: a copy would lose the sum."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            y = attend()(*split_rows(x)).transpose(1, 2).contiguous()
+            y.view(2, 7, 12).add_(x[..., :12])
+            return y.sum(-1)
+
+    with pytest.raises(ModelError, match="Cannot view a tensor"):
+        import_torch(torch.export.export(Module(), (torch.randn(2, 7, 36),)))
+
+
 def test_attention__of_a_length_that_is_known_at_run_time():
     class Module(torch.nn.Module):
         def forward(self, q):

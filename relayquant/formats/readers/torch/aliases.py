@@ -1,7 +1,7 @@
-"""PyTorch reader: a program whose inputs share memory -> one where what is changed is one input. A
-part of `program`.
+"""PyTorch reader: what a program says of memory -> what does not depend on it. A part of `program`.
 
     buffers a and b of one tensor, b.add_(x)    ->    buffer a, a.add_(x)
+    x.view(size)                                ->    x.reshape(size)
 """
 
 from __future__ import annotations
@@ -27,15 +27,11 @@ def join_aliases(program: Any) -> Any:
         ModelError: the program changes a tensor in whose memory another one lies that is no plain
             part of it.
     """
-    import torch  # pyright: ignore[reportMissingImports]
-
     views = find_views(program)
     if not views:
         return program
-    graph_module, signature = copy.deepcopy(program.graph_module), program.graph_signature
+    graph_module, signature = copy_graph(program), program.graph_signature
     graph = graph_module.graph
-    for node, original in zip(graph.nodes, program.graph.nodes, strict=True):
-        node.name = original.name  # a copy calls "input" anew, like all names of Python
     inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for name, (base, make_view) in views.items():
@@ -49,15 +45,59 @@ def join_aliases(program: Any) -> Any:
     graph_module.recompile()
     kept = [spec for spec in signature.input_specs if spec.arg.name not in views]
     gone = {spec.target for spec in signature.input_specs if spec.arg.name in views}
+    signature = dataclasses.replace(signature, input_specs=kept)
+    constants = {name: each for name, each in program.constants.items() if name not in gone}
+    return replace_graph(program, graph_module, signature, constants)
+
+
+def free_views(program: Any) -> Any:
+    """Return the program with `reshape` for each `view`. `program` is not changed.
+
+    A view needs a memory order. Exported programs have the memory order of PyTorch's kernels, and
+    decompositions have another one: attention gives (samples, rows, heads, width) in memory, and so
+    does not need the copy that `.transpose(1, 2).contiguous()` asks for. Values are the same.
+    A view that the program writes into stays: a copy would not change its source.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    view, reshape = torch.ops.aten.view.default, torch.ops.aten.reshape.default
+    parts = [part for part in program.graph_module.modules() if hasattr(part, "graph")]
+    if not any(part.graph.find_nodes(op="call_function", target=view) for part in parts):
+        return program
+    graph_module = copy_graph(program)
+    for part in (part for part in graph_module.modules() if hasattr(part, "graph")):
+        written = find_written(part.graph)
+        for node in part.graph.find_nodes(op="call_function", target=view):
+            if node.name not in written:
+                node.target = reshape
+        part.recompile()
+    return replace_graph(program, graph_module, program.graph_signature, program.constants)
+
+
+def copy_graph(program: Any) -> Any:
+    """Return a copy of a program's graph module. Nodes keep their names: a copy calls "input" anew,
+    like all names of Python.
+    """
+    graph_module = copy.deepcopy(program.graph_module)
+    pairs = zip(graph_module.graph.nodes, program.graph.nodes, strict=True)
+    for node, original in pairs:
+        node.name = original.name
+    return graph_module
+
+
+def replace_graph(program: Any, graph_module: Any, signature: Any, constants: Any) -> Any:
+    """Return a program with another graph, signature and other constants."""
+    import torch  # pyright: ignore[reportMissingImports]
+
     return torch.export.ExportedProgram(
         root=graph_module,
-        graph=graph,
-        graph_signature=dataclasses.replace(signature, input_specs=kept),
+        graph=graph_module.graph,
+        graph_signature=signature,
         state_dict=program.state_dict,
         range_constraints=program.range_constraints,
         module_call_graph=copy.deepcopy(program.module_call_graph),
         example_inputs=program.example_inputs,
-        constants={name: each for name, each in program.constants.items() if name not in gone},
+        constants=constants,
         verifiers=program.verifiers,
     )
 
@@ -126,7 +166,9 @@ def find_view(whole: Any, part: Any) -> View | None:
 
 
 def find_written(graph: Any) -> frozenset[str]:
-    """Return the names of the inputs that operators write into, also by a view."""
+    """Return the names of the inputs and views that operators write into, also by a view."""
+    import torch  # pyright: ignore[reportMissingImports]
+
     roots: dict[Any, frozenset[str]] = {}
     written: frozenset[str] = frozenset()
     for node in graph.nodes:
@@ -143,7 +185,8 @@ def find_written(graph: Any) -> frozenset[str]:
                 found |= find_roots(given, roots)
                 if argument.alias_info.is_write:
                     written |= find_roots(given, roots)
-        roots[node] = found
+        is_view = getattr(node.target, "overloadpacket", None) is torch.ops.aten.view
+        roots[node] = found | {node.name} if is_view else found
     return written
 
 

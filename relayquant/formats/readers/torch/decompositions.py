@@ -91,7 +91,6 @@ def make_decompositions() -> Any:
     put("where.self", promote_where)
     put("cat.default", promote_cat)
     put("scaled_dot_product_attention.default", attend)
-    put("view.default", view_copy)
     put("upsample_bicubic2d.vec", keep_fixed)
     put("softplus.default", keep)
     for name in COMPUTED_WIDE:
@@ -322,7 +321,7 @@ def attend(_operator: Any, own: Decomposition) -> Decomposition:
             has_keys = (mask if is_truth else mask > -torch.inf).any(-1, keepdim=True)
             mixed = torch.matmul(torch.softmax(scores + penalty.to(scores.dtype), -1), value)
             result = torch.where(has_keys, mixed, 0.0)
-        return result if takes_views() else order_as(result, query)
+        return result
 
     return decompose
 
@@ -349,39 +348,3 @@ def find_release() -> tuple[int, ...]:
     import torch  # pyright: ignore[reportMissingImports]
 
     return tuple(map(int, torch.__version__.split(".")[:2]))
-
-
-def takes_views() -> bool:
-    """Return whether PyTorch looks up views in the table: 2.10 does not, 2.13 does."""
-    return find_release() >= (2, 13)
-
-
-def order_as(data: Any, other: Any) -> Any:
-    """Return the same values, with the memory order of another tensor.
-
-    Attention's result has the memory order of its queries, and the exported views depend on it.
-    """
-    import torch  # pyright: ignore[reportMissingImports]
-
-    axes = sorted(range(other.dim()), key=other.stride, reverse=True)
-    if axes == list(range(other.dim())):
-        return data
-    places = [axes.index(axis) for axis in range(other.dim())]
-    return data.permute(axes).clone(memory_format=torch.contiguous_format).permute(places)
-
-
-def view_copy(_operator: Any, own: Decomposition) -> Decomposition:
-    """Convert view(x) to view(copy of x) where x is not contiguous.
-
-    Results of decompositions may have another memory order than in the exported program (batched
-    attention does), and then the view is not possible. Memory order does not matter after the
-    conversion.
-    """
-    import torch  # pyright: ignore[reportMissingImports]
-
-    def decompose(data: Any, size: Any) -> Any:
-        if data.is_contiguous():
-            return own(data, size)
-        return data.clone(memory_format=torch.contiguous_format).view(size)
-
-    return decompose

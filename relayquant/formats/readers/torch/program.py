@@ -24,7 +24,7 @@ from relayquant.errors import MissingDependencyError, ModelError
 from relayquant.formats.readers.names import MARK, SourceNode, name_values
 from relayquant.formats.readers.refusal import Refusal, describe_failure
 from relayquant.formats.readers.state import hold_state
-from relayquant.formats.readers.torch.aliases import describe_place, join_aliases
+from relayquant.formats.readers.torch.aliases import describe_place, free_views, join_aliases
 from relayquant.formats.readers.torch.archive import drop_stacks, read_program, silence_torch
 from relayquant.formats.readers.torch.complex_numbers import (
     COMPLEX_OPERATORS,
@@ -171,7 +171,7 @@ def _import_program(
         with silence_torch(), drop_stacks():
             program, table = join_aliases(program), make_decompositions()
             keep_layers(program, table)
-            program = program.run_decompositions(table)
+            program = free_views(program).run_decompositions(table)
         check_effects(program)
         refuse_complex(program)
         drop_checks(program)
