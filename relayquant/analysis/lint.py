@@ -132,13 +132,14 @@ def lint_samples(
     """Check a few samples of float inputs: constant or equal samples, far outliers, a scale or
     layout different from the training data.
 
-    A small part of `lint` for samples that are at hand. It costs the first layer, in numpy.
+    A small part of `lint` for samples that are at hand. It costs the first layer, in numpy. States
+    are left out: they are zeros where a sequence begins, as here.
 
     Args:
         prepared: A prepared module.
         batches: Inputs by name, without NaN.
     """
-    layers = find_first_layers(prepared)
+    layers, states = find_first_layers(prepared), {value.name for value in get_state(prepared)}
     statistics: dict[str, InputSummary] = {}
     seen: set[bytes] = set()
     samples = 0
@@ -146,7 +147,7 @@ def lint_samples(
         hashes = hash_samples(batch)
         samples, seen = samples + len(hashes), seen | set(hashes)
         for name, array in batch.items():
-            if array.dtype.kind == "f" and array.size:
+            if array.dtype.kind == "f" and array.size and name not in states:
                 before, layer = statistics.get(name, InputSummary()), layers.get(name)
                 array = array.astype("float32")
                 statistics[name] = before.update(array, samples, layer and layer.channel)

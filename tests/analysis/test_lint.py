@@ -395,6 +395,22 @@ def test_lint_samples__a_bias_of_zeros_says_nothing():
     assert lint_samples(prepared.mod, [{"x": data}]) == []
 
 
+def test_lint_samples__a_state_that_begins_with_zeros_is_no_mistake():
+    """Samples at hand are the first ones of sequences."""
+    x, state = (relax.Var(name, relax.TensorType((2,), "float32")) for name in ("x", "mean"))
+    bb = relax.BlockBuilder()
+    with bb.function("main", [x, state]):
+        with bb.dataflow():
+            new = bb.emit(relax.op.add(x, state))
+            out = bb.emit_output(relax.Tuple([new, new]))
+        bb.emit_func_output(out)
+    mod = rq.with_state(bb.get(), [rq.StateValue("mean", (2,), "float32")])
+    batches = [{"x": np.array([i, -i], "float32"), "mean": np.zeros(2, "float32")} for i in (1, 2)]
+    assert lint_samples(rq.prepare(mod, None).mod, batches) == []
+    still = [{**batch, "x": np.zeros(2, "float32")} for batch in batches]
+    assert "constant" in checks(lint_samples(rq.prepare(mod, None).mod, still))
+
+
 def test_lint__few_samples_and_copies(digits):
     mod, params, images = digits
     (few,) = lint(mod, params, [images[:8]])
