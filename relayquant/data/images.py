@@ -293,6 +293,15 @@ def unquote(word: str) -> str:
     return word[1:-1].replace('""', '"') if is_quoted else word
 
 
+def is_integer(word: str) -> bool:
+    """Whether `int` takes a word."""
+    try:
+        int(word)
+    except ValueError:
+        return False
+    return True
+
+
 def read_labels(
     path: Path, images: Sequence[Path] | None = None, folder: Path = Path()
 ) -> np.ndarray:
@@ -320,7 +329,14 @@ def read_labels(
             return np.array([int(word) for word in words])
         named = {} if any(is_bare) else {name: int(label) for name, label in rows}
     except ValueError as error:
-        raise DataError(f"{path}: a class is not an integer ({error}).", code="RQ301") from error
+        read = [*(label for _, label in rows), *words]  # names too, where there are no pictures
+        wrong = next(word for word in read if not is_integer(word))
+        raise DataError(
+            f"{path}: the class {wrong!r} is no integer; allowed: the index of the class among the "
+            "model's scores, from 0 on. Replace names of classes by their indices, and remove a "
+            "line of headings.",
+            code="RQ301",
+        ) from error
     if named and images is not None:
         names = [str(image.relative_to(folder)) for image in images]
         missing = [name for name in names if name not in named]

@@ -129,6 +129,18 @@ def test_read_labels__what_is_no_text(tmp_path):
         assert caught.value.code == "RQ502"
 
 
+@pytest.mark.parametrize(
+    ("text", "word"),
+    {"file,label\nb.png,1\n": "label", "b.png,1\na.png 1.0\n": "1.0", "b.png,1\n": "b.png"}.items(),
+)
+def test_read_labels__a_class_is_the_index_of_a_score(text, word, tmp_path):
+    """Headings, names of classes, and names of samples that are no pictures are refused."""
+    file = tmp_path / "labels.csv"
+    file.write_text(text)
+    with pytest.raises(rq.DataError, match=f"class '{word}' is no integer; .*from 0 on.*headings"):
+        read_labels(file)
+
+
 def test_read_labels__by_name_and_in_order(folder):
     images, file = list_images(folder), folder / "labels.txt"
     for text in ("deep/c.png,7\nb.png,3\n", "3\n7\n"):
@@ -138,8 +150,8 @@ def test_read_labels__by_name_and_in_order(folder):
         "3\n": "has no line for|has no labels",
         "b.png 3\n": "no line for 1 picture, the first is 'deep/c.png'",
         "b.png 3 5\n": "'b.png', and one for 'b.png 3', which is no picture",
-        "b.png cat\n": "not an integer",
-        " " * 100_000 + "b.png cat\n": "not an integer",  # in one pass
+        "b.png cat\n": "'cat' is no integer",
+        " " * 100_000 + "b.png cat\n": "'cat' is no integer",  # in one pass
         "": "has no labels",
     }.items():
         file.write_text(text)

@@ -1,7 +1,7 @@
 """PyTorch reader: what a program says of memory -> what does not depend on it. A part of `program`.
 
-    buffers a and b of one tensor, b.add_(x)    ->    buffer a, a.add_(x)
-    x.view(size)                                ->    x.reshape(size)
+buffers a and b of one tensor, b.add_(x)    ->    buffer a, a.add_(x)
+x.view(size)                                ->    x.reshape(size)
 """
 
 from __future__ import annotations
