@@ -26,6 +26,7 @@ from relayquant.ir.rewrite.function import SOURCES_ATTR
 from relayquant.ir.rewrite.index_limits import LIMITS_ATTR, find_index_limits
 from relayquant.ir.rewrite.moves import MOVES
 from relayquant.ir.rewrite.rule import make_rule
+from relayquant.stages.preparation.branches import join_branches
 from relayquant.stages.preparation.cells.join import join_cells
 from relayquant.stages.preparation.channel_folding import ARITHMETIC, fold_channel_affine
 from relayquant.stages.preparation.clamp import (
@@ -131,6 +132,7 @@ RULES: tuple[CanonicalRule, ...] = (
     make_rule(unflatten_dense, "relax.reshape"),
     make_rule(move_bias_inside, "relax.add"),
     make_rule(merge_constant_adds, "relax.add"),
+    make_rule(join_branches, "relax.add"),
     make_rule(fill_norm_factors, *NORMS),
     make_rule(canonicalize_clamp, *CLAMPS),
     make_rule(choose_side, "relax.where"),

@@ -78,7 +78,7 @@ def fold_channel_affine(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     bias = None
     if product.bias_var is not None:
         bias_call = editor.call_of(product.bias_var)
-        bias = _channel_operand(bias_call, product)
+        bias = channel_operand(bias_call, product)
     if affine.scale is None:
         return _fold_shift(editor, var, product, affine, bias)
     return _fold_scale(editor, var, product, affine, bias)
@@ -97,7 +97,7 @@ def _fold_shift(
     if product.pad_var is not None:
         return decline("a pad is between")
     total = affine.shift if bias is None else bias + affine.shift
-    constant = _bias_const(total, product, tensor_dtype(var))
+    constant = make_bias(total, product, tensor_dtype(var))
     if product.bias_var is None and _is_add_of(editor, var, product.var, constant):
         return decline("it is canonical")
     return relax.op.add(product.var, constant)
@@ -125,14 +125,14 @@ def _fold_scale(
     value = Call(product.call.op, args, product.call.attrs)
     pending: list[tuple[relax.Var, Any]] = [(product.var, lambda _: value)]
     if bias is not None:
-        bias_const = _bias_const(bias, product, dtype)
+        bias_const = make_bias(bias, product, dtype)
         anchor = product.bias_var if product.bias_var is not None else var
         pending.append((anchor, lambda data: relax.op.add(data, bias_const)))
     if product.pad_var is not None:
         pad = editor.call_of(product.pad_var)
         pending.append((product.pad_var, lambda data: Call(pad.op, [data], pad.attrs)))
     if shift is not None:
-        shift_const = _bias_const(shift, product, dtype)
+        shift_const = make_bias(shift, product, dtype)
         pending.append((var, lambda data: relax.op.add(data, shift_const)))
     data: relax.Expr = product.var
     for anchor, make in pending[:-1]:
@@ -147,7 +147,7 @@ def _fold_scale(
 def _find_product(editor: Editor, var: relax.Var) -> tuple[Product, ChannelAffine] | None:
     """Return the conv or matmul that the per-channel affine value `var` is computed from."""
     for data in _candidates(editor, var):
-        product = _read_chain(editor, data)
+        product = read_chain(editor, data)
         if product is None:
             continue
         affine = _read_affine(editor, var, data, product)
@@ -175,7 +175,7 @@ def _candidates(editor: Editor, var: relax.Var) -> list[relax.Var]:
     return []
 
 
-def _read_chain(editor: Editor, var: relax.Expr) -> Product | None:
+def read_chain(editor: Editor, var: relax.Expr) -> Product | None:
     """Read a pad?(add?(product)) chain that ends at `var`."""
     pad_var = bias_var = None
     if editor.op_name(var) == "relax.nn.pad":
@@ -193,7 +193,7 @@ def _read_chain(editor: Editor, var: relax.Expr) -> Product | None:
     if product is None:
         return None
     product = Product(var, call, *product, bias_var, pad_var)
-    if bias_var is not None and _channel_operand(editor.call_of(bias_var), product) is None:
+    if bias_var is not None and channel_operand(editor.call_of(bias_var), product) is None:
         return None
     if pad_var is not None:
         widths = editor.call_of(pad_var).attrs.pad_width
@@ -228,7 +228,7 @@ def _read_product(editor: Editor, var: relax.Expr) -> tuple[int, int] | None:
     return (axis, channels) if isinstance(channels, int) else None
 
 
-def _channel_operand(call: Call, product: Product) -> np.ndarray | None:
+def channel_operand(call: Call, product: Product) -> np.ndarray | None:
     return channel_values(call.args[1], call.args[0].ty.ndim, product.axis, product.channels)
 
 
@@ -286,7 +286,7 @@ def _scale_weight(product: Product, scale: np.ndarray) -> np.ndarray:
     return weight * scale.reshape(shape_along(out_axis, weight.ndim))
 
 
-def _bias_const(values: np.ndarray, product: Product, dtype: str) -> relax.Expr:
+def make_bias(values: np.ndarray, product: Product, dtype: str) -> relax.Expr:
     """Return the canonical bias: [1, C, 1, 1] (NCHW), [1, 1, 1, C] (NHWC), (N,) behind matmul."""
     if product.call.op.name == MATMUL:
         return make_const(values, dtype)

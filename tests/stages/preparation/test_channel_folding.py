@@ -242,14 +242,14 @@ def test_shared_weight__only_one_copy_scaled(check_prepared):
         c = R.nn.conv2d(x, W)
         n = R.nn.batch_norm(c, G, B, M, V, axis=1, epsilon=1e-5, training=False)
         m = n[0]
-        return R.add(plain, m)
+        return R.subtract(plain, m)
 
     @as_main
     def expected(x: R.Tensor((1, 3, 8, 8), "float32")):
         plain = R.nn.conv2d(x, W)
         c = R.nn.conv2d(x, FOLDED)
         m = R.add(c, const(SHIFT.reshape(NCHW)))
-        return R.add(plain, m)
+        return R.subtract(plain, m)
 
     check_prepared(before, expected)
 
