@@ -63,13 +63,13 @@ def plan_passes(
     """
     groups = plan.activations
     if order is Order.TOPOLOGICAL:
-        split = split_graph(graph, groups, fits)
+        split = split_graph(graph, groups, fits, is_stored=True)
         return (DataPass(split, tuple((subgraph,) for subgraph in split.subgraphs)),)
     observe = split_graph(graph, groups, results=results, prefix="observe")
     names = observe.subgraphs[-1].observed if results else ()
     passes = [DataPass(observe, (observe.subgraphs,), is_float=True, results=names)]
     if fits:
-        split = split_graph(graph, (), fits, prefix="fit")
+        split = split_graph(graph, (), fits, is_stored=True, prefix="fit")
         steps = tuple((subgraph,) for subgraph in split.subgraphs)
         passes.append(DataPass(split, steps, is_part=True))
     return tuple(passes)

@@ -2,7 +2,8 @@
 
 The subgraphs of a step run on all batches and their results are observed. Then parameters are
 chosen or weights fitted, and the next step runs with these (`passes` says what makes up a step). No
-operator runs twice on a batch in one pass: values that later steps need are stored on disk.
+operator runs twice on a batch in one pass, unless this takes less time than to store its result:
+values that later steps need are stored on disk.
 """
 
 from __future__ import annotations

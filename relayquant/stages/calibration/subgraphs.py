@@ -1,6 +1,6 @@
 """Split of the calibration graph: one graph -> one function (subgraph) per choice. Each operator
 runs once per batch, whether all batches run through one subgraph before the next or each batch runs
-through all of them.
+through all of them. Only what takes longer to store than to compute runs again.
 
 main(inputs, variables) -> subgraph_0(...), subgraph_1(...), ... A subgraph reads values of earlier
 subgraphs and computes the values that a choice is made from: the values of a group, or the data of
@@ -10,6 +10,7 @@ module, which runs once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from tvm import relax
 
 from relayquant.base.runtime import freeze_array
 from relayquant.ir import reference
+from relayquant.ir.dialect.cost import count_macs, static_dims
 from relayquant.ir.plan import SharedQParams
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.expressions import replace_vars
@@ -34,6 +36,11 @@ from relayquant.ir.rewrite.graph import (
 from relayquant.ir.rewrite.lifetimes import find_ends
 from relayquant.stages.calibration.output_parts import list_parts
 from relayquant.stages.prepared import CalibrationGraph, FitPoint
+
+#: Elements of a value that is computed again instead of being stored, at least: 16 samples of it
+#: need files (see `store.MOST_KEPT_BYTES`). Multiply-adds for each element, at most; and how many
+#: times as large as what it is computed from, at least.
+LARGE, MOST_REPEATED, LEAST_GROWTH = 1 << 21, 32, 8
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,7 @@ def split_graph(
     fits: Sequence[FitPoint] = (),
     *,
     results: bool = False,
+    is_stored: bool = False,
     prefix: str = "subgraph",
 ) -> SplitGraph:
     """Split main of the calibration graph at each choice, in topological order.
@@ -116,6 +124,8 @@ def split_graph(
         fits: Operators. The graph is split before they run.
         results: Whether the last subgraph computes the results of main, a concatenation as its
             parts.
+        is_stored: Whether what later subgraphs read is stored meanwhile. What takes longer to store
+            than to compute is then computed again (see `find_repeated`).
         prefix: Prefix of the functions' names.
     """
     view = Graph(graph.mod)
@@ -125,6 +135,7 @@ def split_graph(
         breakpoints.append(Breakpoint((), (), tuple(dict.fromkeys(parts))))
     targets = [point.targets for point in breakpoints]
     data = find_data_dependent(view, graph.inputs, {var for target in targets for var in target})
+    repeated = find_repeated(view, data) if is_stored else set[relax.Var]()
 
     wanted: list[tuple[list[relax.Var], list[relax.Var]]] = []  # (bindings, values read)
     done: set[relax.Var] = set()
@@ -132,7 +143,7 @@ def split_graph(
         needed = [var for var in collect_ancestors(view, target, done) if var in data]
         needed = add_fields(view, needed)
         # A function returns tensors only. A subgraph computes shapes and whole tuples again.
-        done.update(var for var in needed if is_tensor(var))
+        done.update(var for var in needed if is_tensor(var) and var not in repeated)
         inside = set(needed)
         reads = [arg for var in needed for arg in read_values(view, var) if arg not in inside]
         wanted.append((needed, list(dict.fromkeys(reads))))
@@ -145,7 +156,7 @@ def split_graph(
     functions: dict[str, relax.Function] = {}
     kept: list[list[relax.Var]] = []
     for i, (needed, _) in enumerate(wanted):
-        dropped = set(ends[i]) - set(targets[i])
+        dropped = {*ends[i], *repeated} - set(targets[i])
         kept.append([var for var in needed if var not in dropped and is_tensor(var)])
     waiting = {*view.func.params, *(var for vars_ in kept for var in vars_)}
     subgraphs = []
@@ -290,6 +301,27 @@ def find_data_dependent(
         ):
             data.add(var)
     return data
+
+
+def find_repeated(view: Graph, data: Collection[relax.Var]) -> set[relax.Var]:
+    """Return the large values in `data` that few operations compute from much smaller values. It
+    takes longer to write and read them than to compute them again: in DNSMOS, 1.1 GB that a
+    convolution with 9 weights computes from 9 MB. The system time alone is 2 s of 12 s.
+    """
+    found: dict[relax.Var, tuple[set[relax.Var], int]] = {}  # values read, multiply-adds
+    for binding in view.bindings:
+        var, value = binding.var, binding.value
+        size = math.prod(static_dims(var.ty))
+        if var not in data or not is_tensor(var) or size < LARGE:
+            continue
+        args = [arg for arg in free_vars(value) if arg in data]
+        before = [found.get(arg, ({arg}, 0)) for arg in args]
+        sources = {source for read, _ in before for source in read}
+        work = max(count_macs(value), size) + sum(macs for _, macs in before)
+        read = sum(math.prod(static_dims(source.ty)) for source in sources)
+        if work <= MOST_REPEATED * size and read * LEAST_GROWTH <= size:
+            found[var] = sources, work
+    return set(found)
 
 
 def has_symbols(expr: relax.Expr) -> bool:

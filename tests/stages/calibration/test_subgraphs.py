@@ -13,6 +13,7 @@ from tvm.relax import op
 import relayquant as rq
 from relayquant.ir.reference import folding
 from relayquant.ir.rewrite import Graph
+from relayquant.stages.calibration import subgraphs
 from relayquant.stages.calibration.subgraphs import split_graph
 
 
@@ -105,6 +106,47 @@ def test_split__value_that_is_only_looked_at_later_is_kept():
     for subgraph in split.subgraphs:
         known.update(subgraph.outputs)
         assert {fit.source for fit in subgraph.fits} <= known
+
+
+def test_split__large_value_of_few_operations_is_computed_again_if_values_are_stored():
+    """Before: "wide", 128 times as large as x, is stored for "out". Expected: x is."""
+
+    def body(emit, x):
+        wide = emit.conv("wide", x, 128)
+        return emit.conv("out", emit.conv("wider", wide, 128), 1)
+
+    prepared = rq.prepare(build_model(body, (1, 1, 128, 128)))
+    values = {"x", "x.d", "wide", "wide.d", "wider"}
+
+    def read(**settings) -> dict[str, list[str]]:
+        split = split_graph(prepared.graph, (), prepared.graph.fits, **settings)
+        return {
+            fit.operator: [name for name in subgraph.inputs if name in values]
+            for subgraph in split.subgraphs
+            for fit in subgraph.fits
+        }
+
+    assert read() == {"wide": [], "wider": ["x"], "out": ["wide"]}
+    # 1,152 multiply-adds for each element of "wider": it is stored.
+    assert read(is_stored=True) == {"wide": [], "wider": ["x"], "out": ["x.d"]}
+
+
+@pytest.mark.parametrize("model", [residual_model, branched_model])
+@pytest.mark.parametrize("order", rq.config.Order)
+def test_calibrate__has_the_same_bits_if_everything_is_computed_again(model, order, monkeypatch):
+    mod = model()
+    prepared, batches = rq.prepare(mod), draw_batches(mod, 20)
+    expected = rq.calibrate(prepared, batches, order=order)
+    monkeypatch.setattr(subgraphs, "LARGE", 1)
+    monkeypatch.setattr(subgraphs, "MOST_REPEATED", 1 << 20)
+    monkeypatch.setattr(subgraphs, "LEAST_GROWTH", 0)
+    found = rq.calibrate(prepared, batches, order=order)
+    assert found.parameters.keys() == expected.parameters.keys()
+    for key, qparams in expected.parameters.items():
+        np.testing.assert_array_equal(found.parameters[key].scale, qparams.scale)
+        np.testing.assert_array_equal(found.parameters[key].zero_point, qparams.zero_point)
+    for name, array in expected.constants.items():
+        np.testing.assert_array_equal(found.constants[name], array)
 
 
 def test_split__weights_are_rounded_once_outside_of_all_subgraphs():
