@@ -31,8 +31,11 @@ from relayquant.stages.equalization.inputs import scale_inputs
 
 #: Minimum and maximum number of samples that decide whether equalizing pays off, and the budget for
 #: them in multiply-adds of the float model.
-SAMPLES = (4, 8)
+SAMPLES = (4, 256)
 SAMPLE_WORK = 2e9
+
+#: about as many numbers of a value show what rounding costs
+SAMPLED_VALUES = 1 << 18
 
 #: number of samples that give the channel ranges of the values that matrix products read
 SMOOTHING_SAMPLES = 32
@@ -119,7 +122,8 @@ def balance_layers(
     names = {pair.between[-1].name for pair in pairs}
     layers = {pair.first.name for pair in pairs}
     samples = pick_samples(canonical, dataset)
-    statistics = measure_channels(run_values(canonical, names, samples), names)
+    kept = SAMPLED_VALUES // len(samples)
+    statistics = measure_channels(run_values(canonical, names, samples), names, kept)
     exponents = balance.choose_balanced(canonical, statistics, layers)
     clipped = [pair for pair in pairs if pair.clips and pair.first.name in exponents]
     if clipped:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tvm
@@ -17,7 +19,7 @@ from relayquant.ir import reference
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.stages.equalization.balance import balance_pair, share_range
-from relayquant.stages.equalization.channels import ChannelStatistics
+from relayquant.stages.equalization.channels import ChannelStatistics, measure_noise
 from relayquant.stages.equalization.cross_layer import (
     MOST_OCTAVES,
     ChannelReads,
@@ -227,3 +229,42 @@ def test_balance_pair__a_factor_of_four_counts_before_a_depthwise_layer(is_depth
     weight = weight if is_depthwise else weight.transpose(1, 0, 2, 3).repeat(4, axis=0)
     found = balance_pair(pair, weight.astype("float32"), seen, (np.full(4, -8), np.full(4, 8)))
     assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("is_rare", [False, True])
+def test_balance_pair__rare_large_values_say_nothing_of_a_range(is_rare: bool) -> None:
+    """If large values are rare, the best range of all channels together leaves them out. Then a
+    channel that reaches less far loses less than its range says.
+    """
+    var = relax.Var("x", relax.TensorType((1,), "float32"))
+    pair = LayerPair(var, var, None, 0, ChannelReads(1, 0, 4))
+    rows = np.random.default_rng(0).uniform(0, 1, (1 << 18, 4))
+    if is_rare:
+        rows[0, :3] = 4.0
+    else:
+        rows[:, 3] /= 4
+    seen = ChannelStatistics(rows.max(axis=0), np.square(rows).mean(axis=0), rows.astype("float32"))
+    weight = np.ones((4, 1, 3, 3), "float32")
+    weight[3] = 16.0
+    free = np.full(4, -8), np.full(4, 8)
+    estimated = balance_pair(pair, weight, replace(seen, rows=seen.rows[:0]), free)
+    assert estimated[3] < -1
+    measured = balance_pair(pair, weight, seen, free)
+    np.testing.assert_array_equal(measured, np.zeros(4) if is_rare else estimated)
+
+
+def test_measure_noise__best_range_by_exact_steps() -> None:
+    """Uniform numbers: a step squared / 12 for each channel. With a rare large value the range is
+    cut, and the value pays.
+    """
+    rows = np.random.default_rng(0).uniform(0, 1, (1 << 16, 2)).astype("float32")
+    importance, scales = np.array([1.0, 2.0]), np.array([1.0, 0.5])
+    # The second channel reaches twice as far in units of its scale.
+    expected = (2 / 255) ** 2 / 12 * (1 + 2 * 0.25)
+    assert measure_noise(rows, scales, importance) == pytest.approx(expected, rel=0.02)
+    outlier = np.concatenate([rows, [[8.0, 0.0]]]).astype("float32")
+    ends = 8 * 0.84 ** np.arange(12)
+    cut = (8 - ends) ** 2 / len(outlier) + (ends / 255) ** 2 / 12 * 3
+    noise = measure_noise(outlier, np.ones(2), importance)
+    assert noise == pytest.approx(cut.min(), rel=0.05)
+    assert measure_noise(rows * 0, scales, importance) == 0
