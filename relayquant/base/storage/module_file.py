@@ -84,14 +84,43 @@ def parse_module(text: str) -> tvm.IRModule:
         ValueError, RecursionError: the text is not JSON, is nested too deeply, or holds something
             else. TVM may raise any error of its C++ code.
     """
+    module = parse_graph(text)
+    check_functions(module)
+    return module
+
+
+def parse_graph(text: str) -> tvm.IRModule:
+    """Read the module in a JSON text, whose constants may be placeholders. See `parse_module`."""
     check_graph(decode_json(text, allow_nan=True))
     module = tvm.ir.load_json(text)
     if not isinstance(module, tvm.IRModule):
         raise ValueError(f"it holds a {type(module).__name__}, not a module")
+    return module
+
+
+def check_functions(module: tvm.IRModule) -> None:
+    """Raise ValueError for a constant whose tensor has not the type that it declares: kernels read
+    memory as it is declared. TVM raises ValueError for a variable that nothing defines.
+    """
+
+    def check(expr: Any) -> None:
+        if isinstance(expr, GenericConst) and isinstance(expr.value, tvm.runtime.Tensor):
+            check_constant(expr)
+
     for function in module.functions.values():
         if isinstance(function, relax.Function):  # an expression or type may be missing inside
-            relax.analysis.post_order_visit(function, lambda _: None)
-    return module
+            relax.analysis.post_order_visit(function, check)
+    relax.analysis.well_formed(module, check_ty=False)
+
+
+def check_constant(constant: GenericConst) -> None:
+    """Raise ValueError unless the tensor of a constant has the type that the constant declares."""
+    ty, tensor = constant.ty, constant.value
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    declared = ty.shape if isinstance(ty, relax.TensorType) else None
+    sizes = [getattr(size, "value", None) for size in getattr(declared, "values", ())]
+    if declared is None or tuple(sizes) != shape or str(ty.dtype) != str(dtype):
+        raise ValueError(f"a constant of type {ty} has a tensor of {dtype} and shape {shape}")
 
 
 @check_arguments
@@ -246,7 +275,9 @@ def unpack_module(archive: Archive) -> tvm.IRModule:
             del arrays[str(index)]
         return made[index]
 
-    return map_constants(parse_module(json.dumps(document)), restore)
+    module = map_constants(parse_graph(json.dumps(document)), restore)
+    check_functions(module)
+    return module
 
 
 def unpack_graph(archive: Archive) -> Any:

@@ -153,6 +153,43 @@ def test_load__damage_is_told(tmp_path, message):
         rq.load(path)
 
 
+OTHER_TENSORS = {
+    "fewer rows": np.ones((4, 500), "float32"),
+    "turned": np.ones((500, 8), "float32"),
+    "flat": np.ones(4000, "float32"),
+    "integers": np.ones((8, 500), "int32"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_TENSORS)
+@pytest.mark.parametrize("suffix", ["rqm", "json"])
+def test_load__a_constant_has_a_tensor_of_its_type(tmp_path, suffix, kind):
+    """Compiled code reads the memory of a constant as its type declares it."""
+    mod = add_constants(relax.const(np.ones((8, 500), "float32")))
+    path = rq.save_module(mod, tmp_path / "m.rqm")
+    tensor = tvm.runtime.tensor(OTHER_TENSORS[kind])
+    rewrite(path, lambda header, arrays: arrays.update({"0": pack_tensor(tensor)}))
+    if suffix == "json":
+        document = json.loads(tvm.ir.save_json(mod))
+        (node,) = [node for node in document["nodes"] if node["type"] == "ffi.Tensor"]
+        node["data"] = encode_tensor(tensor)
+        path = tmp_path / "m.json"
+        path.write_text(json.dumps(document))
+    message = r"a constant of type R.Tensor\(\(8, 500\), dtype=.float32.\) has a tensor of "
+    with pytest.raises(ModelError, match=message):
+        load_module(path)
+
+
+def test_load__a_variable_that_nothing_defines(tmp_path):
+    document = json.loads(tvm.ir.save_json(add_constants(*map(relax.const, np.ones(3)))))
+    (block,) = [node for node in document["nodes"] if node["type"] == "relax.expr.DataflowBlock"]
+    del document["nodes"][block["data"]["bindings"]]["data"][0]
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(ModelError, match=r"m\.json is no module .* is not defined"):
+        load_module(path)
+
+
 def test_load__another_archive_is_no_module(tmp_path):
     path = tmp_path / "m.rqm"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -304,7 +341,7 @@ def test_tensors__elements_of_several_lanes(tmp_path):
     tensor = tvm.runtime.empty((5,), "float32x4")
     ctypes.memset(tensor.data_ptr(), 7, 5 * 16)
     mod = add_constants(relax.const(np.ones(3, "float32")))
-    constant = GenericConst(tensor, relax.TensorType((3,), "float32"))
+    constant = GenericConst(tensor, relax.TensorType((5,), "float32x4"))
     mod = tvm_ffi.structural_map(mod, (GenericConst, lambda each: constant))
     (found,) = read_vectors(rq.save_module(mod, tmp_path / "m.rqm"))
     assert pack_tensor(found).tobytes() == pack_tensor(tensor).tobytes()
