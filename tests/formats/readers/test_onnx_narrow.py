@@ -148,3 +148,59 @@ def test_constant__of_a_narrow_type_is_read(name):
     executor = rq.Executor(rq.compile(mod))
     for found in (rq.reference.run(mod, [data]), executor.run("main", [data])):
         np.testing.assert_array_equal(found[0], want)
+
+
+#: Scales of a weight (32, 6) -> their shape, and attributes
+SCALES = {
+    "one": ((), {}),
+    "rows": ((32,), {"axis": 0}),
+    "columns": ((6,), {"axis": -1}),
+    "blocks of rows": ((2, 6), {"axis": 0, "block_size": 16}),
+    "blocks of columns": ((32, 2), {"axis": 1, "block_size": 3}),
+    "a last block that is short": ((3, 6), {"axis": -2, "block_size": 12}),
+}
+
+
+@pytest.mark.parametrize("has_zero", [False, True])
+@pytest.mark.parametrize("form", SCALES)
+@pytest.mark.parametrize("name", FLOATS)
+def test_dequantize_linear__of_constant_floats(name, form, has_zero):
+    """Also with scales that are floats of 8 bits with a scale themselves, as in NVFP4."""
+    kind, (shape, attrs) = find_kind(name), SCALES[form]
+    rng = np.random.default_rng(0)
+    numbers, scales = rng.normal(0, 2, 192), rng.uniform(0.1, 1, shape)
+    constants = [
+        helper.make_tensor("w", kind, (32, 6), numbers.tolist()),
+        helper.make_tensor("s8", TensorProto.FLOAT8E4M3FN, shape, scales.reshape(-1).tolist()),
+        helper.make_tensor("s1", TensorProto.FLOAT, (), [0.25]),
+        helper.make_tensor("z", kind, shape, [0.0] * scales.size),
+    ]
+    nodes = [
+        NODE("DequantizeLinear", ["s8", "s1"], ["s"]),
+        NODE("DequantizeLinear", ["w", "s", "z"][: 2 + has_zero], ["wide"], **attrs),
+        NODE("MatMul", ["x", "wide"], ["y"]),
+    ]
+    data = rng.normal(0, 1, (3, 32)).astype("float32")
+    model = make_onnx(nodes, {"x": data}, "y", constants, 23)
+    (want,) = ReferenceEvaluator(model).run(None, {"x": data})
+    (got,) = rq.reference.run(rq.load(model)[0], [data])
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "attrs", "message"),
+    [
+        ((5,), {"axis": 1}, r"scales of shape \(5,\) for axis 1 of \(32, 6\); supported: \(6,\)"),
+        ((6,), {"axis": 2}, "axis"),
+        ((4, 6), {"axis": 0, "block_size": 16}, "block_size=16 along axis 0"),
+    ],
+)
+def test_dequantize_linear__scales_of_floats_fit(shape, attrs, message):
+    w = helper.make_tensor("w", TensorProto.FLOAT8E5M2, (32, 6), [1.0] * 192)
+    s = helper.make_tensor("s", TensorProto.FLOAT, shape, [1.0] * int(np.prod(shape)))
+    nodes = [
+        NODE("DequantizeLinear", ["w", "s"], ["wide"], **attrs),
+        NODE("MatMul", ["x", "wide"], ["y"]),
+    ]
+    with pytest.raises(ModelError, match=message):
+        rq.load(make_onnx(nodes, {"x": (3, 32)}, "y", [w, s], 23))

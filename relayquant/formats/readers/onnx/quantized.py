@@ -19,10 +19,10 @@ from relayquant.errors import format_count
 from relayquant.formats.readers.onnx.broadcast import is_same, list_sizes, merge_shapes, spread_axes
 from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.convolutions import read_kernel_shape
-from relayquant.formats.readers.onnx.grouped import dequantize_blocks
+from relayquant.formats.readers.onnx.grouped import dequantize_blocks, widen_blocks
 from relayquant.formats.readers.onnx.sizes import known_shape
 from relayquant.formats.readers.pooling import Windows
-from relayquant.formats.readers.refusal import Refusal
+from relayquant.formats.readers.refusal import NotConstant, Refusal
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ops.dynamic import (
     convolve_at_run_time,
@@ -31,6 +31,7 @@ from relayquant.ir.ops.dynamic import (
 )
 from relayquant.ir.reference import qnn as numpy_qnn
 from relayquant.ir.rewrite import Skip
+from relayquant.ir.rewrite.element_types import is_too_narrow
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 
 #: dtypes of fewer than 8 bits, stored in 8 bits: (storage dtype, smallest, largest)
@@ -72,12 +73,17 @@ def convert_dequantize_linear(
     """Convert DequantizeLinear to R.qnn.dequantize, also for a constant: a quantized weight stays
     quantized. Constants of less than 8 bits were widened before (`rewrite`).
 
-    Blocks of a constant matrix become rows of a grouped weight (`grouped`).
+    Blocks of a constant matrix become rows of a grouped weight (`grouped`). A constant of floats of
+    8 or 4 bits becomes float32.
 
     Raises:
-        Refusal: other blocks, 8-bit floats, or a result that is not float32.
+        Refusal: other blocks, values of 8-bit floats, or a result that is not float32.
     """
     data, scale, zero_point = (*inputs, None)[:3]
+    array = constant_value(data)
+    dtype = "" if array is None else str(array.dtype)
+    if is_too_narrow(dtype) and dtype.startswith("float") and tensor_dtype(scale) == "float32":
+        return dequantize_floats(inputs, attrs)
     if attrs.get("block_size", 0) and tensor_dtype(scale) == "float32":
         return dequantize_blocks(bb, inputs, int(attrs.get("axis", 1)), int(attrs["block_size"]))
     _check_form(attrs, tensor_dtype(data))
@@ -88,6 +94,33 @@ def convert_dequantize_linear(
         raise Refusal(f"its result is {name_type(wanted)}; supported: float32 and float16")
     axis = find_axis(data, scale, attrs)
     return qnn.dequantize(data, read_scale(scale), read_zero_point(zero_point), axis=axis)
+
+
+def dequantize_floats(inputs: Operands, attrs: Attrs) -> relax.Expr:
+    """Multiply a constant of narrow floats by its scales, in float32: one, one for each index along
+    an axis, or one for each block. A zero point is 0.
+
+    Raises:
+        Refusal: the scales are not constant, or do not fit.
+    """
+    array, scales = constant_value(inputs[0]), constant_value(inputs[1])
+    if scales is None:
+        raise NotConstant("scale")
+    axis, size = int(attrs.get("axis", 1)), int(attrs.get("block_size", 0))
+    if not size and scales.size == 1:
+        return relax.const(array.astype("float32") * scales.reshape(()), "float32")
+    if not -array.ndim <= axis < array.ndim:
+        raise Refusal(f"its axis is {axis}, and its data has shape {array.shape}")
+    axis %= array.ndim
+    if not size:
+        if scales.shape != (array.shape[axis],):
+            raise Refusal(
+                f"it has scales of shape {scales.shape} for axis {axis} of {array.shape}; "
+                f"supported: ({array.shape[axis]},)"
+            )
+        scales = scales.reshape([-1 if at == axis else 1 for at in range(array.ndim)])
+        return relax.const(array.astype("float32") * scales, "float32")
+    return relax.const(widen_blocks(array, scales, None, axis, size), "float32")
 
 
 def _check_form(attrs: dict[str, Any], dtype: str, data: relax.Expr | None = None) -> None:
