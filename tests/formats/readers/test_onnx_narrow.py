@@ -190,7 +190,7 @@ def test_dequantize_linear__of_constant_floats(name, form, has_zero):
 @pytest.mark.parametrize(
     ("shape", "attrs", "message"),
     [
-        ((5,), {"axis": 1}, r"scales of shape \(5,\) for axis 1 of \(32, 6\); supported: \(6,\)"),
+        ((5,), {"axis": 1}, r"shape \(5,\), and its data \(32, 6\); allowed along axis 1: \(6,\)"),
         ((6,), {"axis": 2}, "axis"),
         ((4, 6), {"axis": 0, "block_size": 16}, "block_size=16 along axis 0"),
     ],

@@ -115,8 +115,8 @@ def dequantize_floats(inputs: Operands, attrs: Attrs) -> relax.Expr:
     if not size:
         if scales.shape != (array.shape[axis],):
             raise Refusal(
-                f"it has scales of shape {scales.shape} for axis {axis} of {array.shape}; "
-                f"supported: ({array.shape[axis]},)"
+                f"its scales have shape {scales.shape}, and its data {array.shape}; allowed along "
+                f"axis {axis}: ({array.shape[axis]},)"
             )
         scales = scales.reshape([-1 if at == axis else 1 for at in range(array.ndim)])
         return relax.const(array.astype("float32") * scales, "float32")
