@@ -8,10 +8,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 
-def draw_model(config):
+def draw_model(config, kind=transformers.AutoModelForCausalLM):
     """A model with random weights: also norms and biases, which are ones and zeros at first."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = kind.from_config(config).eval()
     with torch.no_grad():
         for value in model.parameters():
             if value.ndim == 1:

@@ -238,6 +238,58 @@ def test_load__what_save_pretrained_wrote(tmp_path, case):
         np.testing.assert_array_equal(params[name], value)
 
 
+VISION = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 16, "patch_size": 8,
+}  # fmt: skip
+#: class of the config -> model types of its language model and of its tower, and other settings
+SEEING = {
+    "Gemma3Config": ("gemma3_text", "siglip_vision_model", {"mm_tokens_per_image": 4}),
+    "Mistral3Config": ("mistral", "pixtral", {}),
+    "LlavaConfig": ("llama", "clip_vision_model", {}),
+    "SmolVLMConfig": ("llama", "smolvlm_vision", {}),
+    "InternVLConfig": ("qwen2", "internvl_vision", {}),
+}
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_load__language_model_of_a_model_that_sees(tmp_path, kind):
+    text, vision, more = SEEING[kind]
+    config = getattr(transformers, kind)(
+        text_config={**SIZES, "model_type": text, "head_dim": 16},
+        vision_config={**VISION, "model_type": vision},
+        **more,
+    )
+    model = draw_model(config, transformers.AutoModelForImageTextToText)
+    tokens = np.random.default_rng(0).integers(3, 90, (1, 12))
+    with torch.no_grad():
+        want = model(input_ids=torch.tensor(tokens)).logits.numpy()
+    model.save_pretrained(tmp_path)
+    options = rq.CausalLMOptions(max_length=32, cache="float32")
+    for pair in (rq.load(tmp_path, causal_lm=options), rq.torch.load_causal_lm(model, options)):
+        found = run_chunks(*pair, tokens, (9, 1, 2))
+        np.testing.assert_allclose(found, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("kind", ["LlamaConfig", "Gemma3TextConfig"])
+def test_read_config__sizes_that_are_missing_are_those_of_transformers(kind):
+    """As in the files of LLaVA and Gemma 3."""
+    whole = getattr(transformers, kind)().to_dict()
+    sizes = NEEDED - {"model_type", "n_embd", "n_layer", "n_head", "n_positions"}
+    assert read({key: value for key, value in whole.items() if key not in sizes}) == read(whole)
+
+
+def test_load_causal_lm__models_of_pictures_that_are_not_read():
+    """Aya Vision scales scores otherwise than its language model alone."""
+    config = transformers.AyaVisionConfig(
+        text_config={**SIZES, "model_type": "cohere2"},
+        vision_config={**VISION, "model_type": "siglip_vision_model"},
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    with pytest.raises(ModelError, match=r"'aya_vision'; supported: .*language models of gemma3"):
+        rq.torch.load_causal_lm(model)
+
+
 def test_load_causal_lm__takes_models_of_transformers():
     with pytest.raises(ModelError, match=r"model of transformers.*given a Linear"):
         rq.torch.load_causal_lm(torch.nn.Linear(2, 2))

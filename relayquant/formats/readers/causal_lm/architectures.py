@@ -39,6 +39,9 @@ MXFP4 = "mxfp4"
 #: Kinds of layers in "layer_types" -> whether attention has a window.
 LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
+#: "model_type" of models of pictures and text, of which the language model is read.
+WITH_PICTURES = ("gemma3", "internvl", "llava", "mistral3", "smolvlm")
+
 #: Changes the Llama that metadata describes to another network.
 Adjust = Callable[[Fields, CausalLMConfig], CausalLMConfig]
 #: (metadata, number of layers) -> types of layers, if metadata has no "layer_types".
@@ -61,6 +64,8 @@ class ModelRow:
         turned: Which layers have rotary positions.
         scales_windows: Whether "rope_scaling" is for layers with a window, too.
         rotary: Settings of rotary positions for a config.json that has none.
+        sizes: As `settings`, for those that all architectures have. Files of models that also see
+            lack them.
     """
 
     names: TensorNames
@@ -71,6 +76,7 @@ class ModelRow:
     turned: ListTurned = lambda fields, types, _window: list_turned(fields, len(types))
     scales_windows: bool = True
     rotary: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def choose(self, fields: Fields) -> Fields:
         """Return what a model of this architecture reads.
@@ -87,7 +93,8 @@ class ModelRow:
         others = {name for row in ARCHITECTURES.values() for name in row.settings}
         own = {name: value for name, value in fields.values.items() if name not in others}
         return Fields(
-            own | {name: fields.values.get(name, value) for name, value in self.settings.items()}
+            {**self.sizes, **own}
+            | {name: fields.values.get(name, value) for name, value in self.settings.items()}
         )
 
 
@@ -107,7 +114,8 @@ def read_config(
     kind = fields.text("model_type")
     if kind not in ARCHITECTURES:
         raise ModelError(
-            f"The model's architecture is {kind[:60]!r}; supported: {', '.join(ARCHITECTURES)}.",
+            f"The model's architecture is {kind[:60]!r}; supported: {', '.join(ARCHITECTURES)}, "
+            f"and the language models of {', '.join(WITH_PICTURES)}.",
             code="RQ202",
         )
     packed = fields.get("quantization_config")
@@ -706,11 +714,20 @@ GPT2_SETTINGS = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 BOTH_WAYS = ("use_bidirectional_attention",)
+LLAMA_SIZES = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 2048,
+}  # fmt: skip
+GEMMA3_SIZES = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
 
 
 #: "model_type" in config.json -> architecture.
 ARCHITECTURES: dict[str, ModelRow] = {
-    "llama": ModelRow(LLAMA, {**SILU, **BIASES}),
+    "llama": ModelRow(LLAMA, {**SILU, **BIASES}, sizes=LLAMA_SIZES),
     "smollm3": ModelRow(LLAMA, SMOLLM3_SETTINGS, windows=list_unturned),
     "mistral": ModelRow(LLAMA, ALL_LAYERS, windows=in_pattern(1)),
     "ministral": ModelRow(LLAMA, {**ALL_LAYERS, "layer_types": None}, windows=in_pattern(1)),
@@ -734,7 +751,9 @@ ARCHITECTURES: dict[str, ModelRow] = {
     "gemma2": ModelRow(
         GEMMA2, GEMMA2_SETTINGS, adjust_gemma2, in_pattern(2), BOTH_WAYS
     ),
-    "gemma3_text": ModelRow(GEMMA2, GEMMA3_SETTINGS, adjust_gemma3, list_by_pattern, BOTH_WAYS),
+    "gemma3_text": ModelRow(
+        GEMMA2, GEMMA3_SETTINGS, adjust_gemma3, list_by_pattern, BOTH_WAYS, sizes=GEMMA3_SIZES
+    ),
     "olmo2": ModelRow(OLMO2, OLMO2_SETTINGS, adjust_olmo2),
     "olmo3": ModelRow(
         OLMO2, OLMO3_SETTINGS, adjust_olmo2, in_pattern(4), scales_windows=False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import tvm
 from relayquant.base.grouping import GroupedWeight
 from relayquant.base.storage.files import PathLike, decode_json, read_text, reading
 from relayquant.errors import ModelError
-from relayquant.formats.readers.causal_lm.architectures import read_config
+from relayquant.formats.readers.causal_lm.architectures import WITH_PICTURES, read_config
 from relayquant.formats.readers.causal_lm.config import CausalLMConfig
 from relayquant.formats.readers.causal_lm.fields import Fields
 from relayquant.formats.readers.causal_lm.gguf_model import list_gguf_tensors, read_gguf_config
@@ -26,6 +27,14 @@ from relayquant.formats.readers.safetensors_file import SafetensorsPlace, list_s
 
 #: Name of the file that describes a model of `transformers`, and its largest size in bytes.
 CONFIG, MOST_CONFIG = "config.json", 16 << 20
+
+#: Names of tensors of the language model in a model of pictures and text, and of others there.
+TEXT_PART = re.compile(
+    r"(model\.)?(language_model|text_model)\.((?P<own>model|lm_head)\.)?(?P<rest>.*)"
+)
+OTHER_PARTS = re.compile(
+    r"(model\.)?(vision_tower|vision_model|multi_modal_projector|connector)\..*"
+)
 
 #: A module, and the values of its parameters.
 CausalLM: TypeAlias = tuple[tvm.IRModule, CausalLMParams]
@@ -97,15 +106,35 @@ def import_tensors(
     """Build the module of a model of `transformers`.
 
     Args:
-        values: What config.json holds.
+        values: What config.json holds. Of a model of pictures and text (`WITH_PICTURES`), the
+            language model is built.
         tensors: Tensors by the names of `transformers`, with or without "model." before them.
     """
+    text = values.get("text_config")
+    if values.get("model_type") in WITH_PICTURES and isinstance(text, Mapping):
+        tied = values.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+        values, tensors = {**text, "tie_word_embeddings": tied}, take_text_part(tensors)
     config, names = read_config(Fields(values), options.choose_length, tensors)
     # The file of a model without a classifier has no name of the model before the others.
     base, _, embedding = f"{names.names['embedding']}.weight".partition(".")
     if embedding in tensors:
         tensors = {f"{base}.{name}": tensor for name, tensor in tensors.items()}
     return assemble(config, names, tensors, options)
+
+
+def take_text_part(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of the language model alone, by the names that it has alone:
+
+    "model.language_model.norm.weight" or "language_model.model.norm.weight" -> "model.norm.weight"
+    """
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        match = TEXT_PART.fullmatch(name)
+        if match:
+            found[f"{match['own'] or 'model'}.{match['rest']}"] = tensor
+        elif not OTHER_PARTS.fullmatch(name):
+            found[name] = tensor
+    return found
 
 
 def assemble(
