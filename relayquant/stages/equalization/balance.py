@@ -126,13 +126,20 @@ def balance_pair(
     tried = [share_range(seen.largest, ranges, power, limits) for power in POWERS]
     best = min(tried, key=noise)
     gain = DEPTHWISE_GAIN if is_free else WORTHWHILE_GAIN
-    if not before > gain * noise(best):
-        return still
-    if is_free and len(seen.rows):
-        importance = np.square(rows).sum(axis=(1, 3)).reshape(-1)
-        real, then = (measure_noise(seen.rows, np.exp2(each), importance) for each in (still, best))
-        return best if real > MEASURED_GAIN * then else still
-    return best
+    pays = before > gain * noise(best)
+    if pays and is_free and len(seen.rows):
+        pays = lowers_measured_noise(best, rows, seen)
+    return best if pays else still
+
+
+def lowers_measured_noise(exponents: np.ndarray, rows: np.ndarray, seen: ChannelStatistics) -> bool:
+    """Whether factors lower the noise of sampled values clearly. `rows` are weights as
+    `ChannelReads.split` returns them.
+    """
+    importance = np.square(rows).sum(axis=(1, 3)).reshape(-1)
+    scales = np.exp2(exponents)
+    before = measure_noise(seen.rows, np.ones_like(scales), importance)
+    return before > MEASURED_GAIN * measure_noise(seen.rows, scales, importance)
 
 
 def share_range(
