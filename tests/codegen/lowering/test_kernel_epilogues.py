@@ -77,8 +77,15 @@ def take_integer(mod: tvm.IRModule) -> Taken:
 
 
 def with_stem(body):
-    """A residual needs a value that is quantized: that of a product before it."""
-    return lambda emit, x: body(emit, emit.conv_bias("stem", x))
+    """A residual needs a value that is quantized: that of a product before it. A convolution would
+    become one with what passes on the value that it reads, so the residual is a function of this.
+    """
+
+    def with_residual(emit, x):
+        stem = emit.conv_bias("stem", x)
+        return body(emit, stem, emit("t", op.nn.max_pool2d(stem, (3, 3), padding=1)))
+
+    return with_residual
 
 
 HALF = relax.const(0.5, "float32")
@@ -91,14 +98,14 @@ MODELS = {
     "bias and clip": (lambda e, x: e("r", op.clip(e.conv_bias("c", x), -0.5, 0.5)), [BIAS]),
     "one number": (lambda e, x: e("b", op.add(e.conv("c", x), HALF)), [BIAS]),
     "residual": (
-        with_stem(lambda e, x: e("s", op.add(e.conv("c", x), x))), [STEM, (False, True)],
+        with_stem(lambda e, x, y: e("s", op.add(e.conv("c", x), y))), [STEM, (False, True)],
     ),
     "bias, residual and relu": (
-        with_stem(lambda e, x: e("r", op.nn.relu(e("s", op.add(e.conv_bias("c", x), x))))),
+        with_stem(lambda e, x, y: e("r", op.nn.relu(e("s", op.add(e.conv_bias("c", x), y))))),
         [STEM, BOTH],
     ),
     "residual first": (
-        with_stem(lambda e, x: e("s", op.add(x, e.conv_bias("c", x)))), [STEM, BOTH],
+        with_stem(lambda e, x, y: e("s", op.add(y, e.conv_bias("c", x)))), [STEM, BOTH],
     ),
     "dense": (
         lambda e, x: e("r", op.nn.relu(e("b", op.add(

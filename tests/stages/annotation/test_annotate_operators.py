@@ -97,7 +97,10 @@ ROWS = {
     ),
     "grouped": (lambda e, x: e("v", conv(x, groups=2)), "conv2d"),
     "depthwise": (lambda e, x: e("v", conv(x, groups=4)), "conv2d"),
-    "residual": (lambda e, x: e("v", op.add(e("c", conv(x)), e("s", conv(x)))), "conv2d_add"),
+    "residual": (
+        lambda e, x: e("v", op.add(e("c", conv(x)), e("s", conv(x, groups=2)))),
+        "conv2d_add",
+    ),
     "residual_bias": (
         lambda e, x: e(
             "v", op.add(e("b", op.add(e("c", conv(x)), constant(1, 4, 1, 1))), e("r", op.tanh(x)))

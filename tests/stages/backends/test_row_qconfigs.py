@@ -36,7 +36,8 @@ def build_sums():
     """Two convolutions and the sum of their results, then a product."""
 
     def body(emit, x):
-        one, two = emit.conv_bias("one", x), emit.conv_bias("two", x)
+        # With as many groups they would become one convolution.
+        one, two = emit.conv_bias("one", x), emit.conv_bias("two", x, groups=2)
         both = emit("both", relax.op.add(one, two))
         last = emit.conv_bias("last", both)
         flat = emit("flat", relax.op.reshape(last, (1, 144)))
@@ -222,7 +223,8 @@ def test_row_qconfig__is_trained_with():
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.one, self.two, self.last = (torch.nn.Conv2d(4, 4, 3) for _ in range(3))
+            self.one, self.last = (torch.nn.Conv2d(4, 4, 3) for _ in range(2))
+            self.two = torch.nn.Conv2d(4, 4, 3, groups=2)
 
         def forward(self, x):
             return self.last(self.one(x) + self.two(x))
