@@ -38,7 +38,8 @@ def activation_keys(plan: Plan) -> list[str]:
 
 def test_group__one_for_each_value_however_many_consumers():
     def body(emit, x):
-        a, b, c = (emit.conv(name, x) for name in "abc")
+        # a and b would become one convolution with as many groups.
+        a, b, c = emit.conv("a", x), emit.conv("b", x, groups=2), emit.conv("c", x)
         return emit("out", op.concat([emit("s", op.add(a, b)), c, x], axis=1))
 
     plan = plan_of(body)
@@ -123,9 +124,9 @@ def test_group__padding_with_another_value_is_observed(pad_value, points):
 def test_group__residual_and_diamond():
     def body(emit, x):
         a = emit("a", op.nn.relu(emit.conv("a.c", x)))
-        b = emit.conv_bias("b", a)
+        b = emit.conv_bias("b", emit("first", op.nn.relu(emit.conv("first.c", a))))
         r = emit("r", op.nn.relu(emit("s", op.add(b, a))))
-        left, right = emit.conv("left", r), emit.conv("right", r)
+        left, right = emit.conv("left", r), emit.conv("right", r, groups=2)
         return emit("out", op.add(left, right))
 
     plan = plan_of(body)
@@ -304,7 +305,8 @@ def test_plan_without__rows_of_the_whole_plan():
     """What remains on integers has the keys that a plan with the same operators in float gives."""
 
     def body(emit, x):
-        a, b, c = (emit.conv(name, x) for name in "abc")
+        # a and b would become one convolution with as many groups.
+        a, b, c = emit.conv("a", x), emit.conv("b", x, groups=2), emit.conv("c", x)
         joined = emit("s", op.add(emit("ra", op.nn.relu(a)), b))
         both = emit("cat", op.concat([joined, c, x], axis=1))
         return emit("out", op.nn.max_pool2d(both, (2, 2)))
