@@ -50,8 +50,10 @@ class Branch:
 def join_branches(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """conv(x, w) + b + conv(x, v) + c -> conv(x, w + v) + (b + c).
 
-    A smaller kernel is padded with zeros. x itself and x * s + t are branches too: convolutions
-    whose kernel has one value. The branches must have no other reader.
+    A smaller kernel is padded with zeros. x * s + t is a branch too: a convolution whose kernel has
+    one value. So is x itself beside a depthwise convolution. Beside any other it is a residual,
+    which a convolution's kernel adds for nothing, and more exactly. The branches must have no other
+    reader.
     """
     for product, other, rest in list_pairs(editor, var):
         joined = join(editor, product, other)
@@ -148,6 +150,8 @@ def read_scaled(editor: Editor, product: Product, own: Branch, var: relax.Expr) 
     is_data = isinstance(var, relax.Var) and var.same_as(data)
     if not is_data or shift is None or scale is None:
         return None
+    if own.weight.shape[1] > 1 and not shift.any() and (scale == 1).all():
+        return None  # see `join_branches`
     if tensor_shape(data) != tensor_shape(product.var):
         return None
     weight = np.zeros((*own.weight.shape[:2], *[1] * (own.weight.ndim - 2)))

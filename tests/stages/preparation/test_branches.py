@@ -64,7 +64,7 @@ JOINED = {
         depthwise(x, 5, 5, padding=2, strides=2), depthwise(x, 3, 3, padding=1, strides=2)
     ),
     "the data": lambda x, emit: add(depthwise(x, 3, 3, padding=1), x),
-    "the data first": lambda x, emit: add(x, conv(x, 3, 3, padding=1)),
+    "the data first": lambda x, emit: add(x, depthwise(x, 3, 3, padding=1)),
     "scaled data": lambda x, emit: add(depthwise(x, 3, 3, padding=1), scaled(x)),
     "groups": lambda x, emit: add(conv(x, 3, 3, inputs=2, groups=2, padding=1), scaled(x)),
     "far values": lambda x, emit: add(conv(x, 3, 3, padding=2, dilation=2), conv(x, 1, 1)),
@@ -87,7 +87,7 @@ def test_branches__are_one_convolution_with_the_same_numbers(name, check_same_nu
 
 def test_branches__of_one_axis_and_of_channels_last(check_same_numbers):
     def flat(x, emit):
-        return add(conv(x, 3, padding=1), x)
+        return add(conv(x, 3, padding=1), relax.op.multiply(x, const(draw(1, 4, 1))))
 
     prepared = check_same_numbers(build(flat, (2, 4, 9)), draw(2, 4, 9))
     assert list_operators(prepared) == ["nn.conv1d", "add"]
@@ -99,7 +99,7 @@ def test_branches__of_one_axis_and_of_channels_last(check_same_numbers):
             )
             for k in (1, 3)
         ]
-        return add(add(*parts), x)
+        return add(add(*parts), relax.op.multiply(x, const(draw(4))))
 
     prepared = check_same_numbers(build(last, (2, 9, 8, 4)), draw(2, 9, 8, 4))
     assert list_operators(prepared) == ["nn.conv2d", "add"]
@@ -158,7 +158,10 @@ STAY = {
         conv(x, 5, 5, padding=2), conv(x, 3, 3, padding=2, dilation=2)
     ),
     "read by others": read_twice,
-    "one value beside many small": lambda x, emit: add(conv(x, 7, 7, padding=3, size=0.01), x),
+    "one value beside many small": lambda x, emit: add(
+        conv(x, 7, 7, padding=3, size=0.01), relax.op.multiply(x, const(draw(1, 4, 1, 1)))
+    ),
+    "a residual": lambda x, emit: add(conv(x, 3, 3, padding=1), x),
 }
 
 
