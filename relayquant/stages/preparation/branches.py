@@ -7,12 +7,13 @@ All arithmetic is float64. Each sum is rounded to the dtype of the weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import Skip, decline
@@ -20,11 +21,13 @@ from relayquant.stages.preparation.channel_folding import (
     CONVS,
     Product,
     channel_operand,
+    list_candidates,
     make_bias,
+    read_affine,
     read_chain,
 )
 from relayquant.stages.preparation.norms import fits
-from relayquant.stages.preparation.tensors import channel_values, make_const
+from relayquant.stages.preparation.tensors import make_const
 
 #: largest square of a weight over the mean of all of its channel. A value that is passed on beside
 #: many small weights would leave them few of 8 bits: 64 leave 35 dB.
@@ -104,15 +107,13 @@ def join(editor: Editor, product: Product, other: relax.Expr) -> tuple[Call, np.
     if second is None:
         added, call = read_scaled(editor, product, own, other), product.call
     elif has_same_steps(product, second):
-        added, is_wider = (
-            as_branch(editor, second),
-            find_window(second.call) > find_window(product.call),
-        )
+        added = as_branch(editor, second)
+        is_wider = find_window(second.call) > find_window(product.call)
         call = second.call if is_wider else product.call
         own, added = (added, own) if is_wider else (own, added)
     else:
         return None
-    weight = None if added is None else add_kernels(own, added, read_dilation(call))
+    weight = None if added is None else add_kernels(own, added, ConvView.of(call).dilation)
     if weight is None:
         return None
     dtype = tensor_dtype(product.var)
@@ -130,30 +131,29 @@ def as_branch(editor: Editor, product: Product) -> Branch:
         bias = channel_operand(editor.call_of(product.bias_var), product)
     weight = constant_value(product.call.args[1]).astype("float64")
     axes = find_axes(product.call)
-    begin = tuple(map(int, product.call.attrs.padding[: weight.ndim - 2]))
-    return Branch(np.transpose(weight, axes), bias, begin)
+    view = ConvView.of(product.call)
+    return Branch(np.transpose(weight, axes), bias, view.padding[: view.rank])
 
 
-def read_scaled(editor: Editor, product: Product, own: Branch, var: relax.Expr) -> Branch | None:
+def read_scaled(editor: Editor, product: Product, own: Branch, value: relax.Expr) -> Branch | None:
     """Read x or x * s + t, with the x of the convolution, as a convolution."""
-    data, ndim = product.call.args[0], product.var.ty.ndim
+    data, view, var = product.call.args[0], ConvView.of(product.call), value
     shift, scale = np.zeros(product.channels), np.ones(product.channels)
-    attrs = product.call.attrs
-    if any(int(step) != 1 for step in attrs.strides) or attrs.out_layout != attrs.data_layout:
+    if any(step != 1 for step in view.strides) or view.out_layout != view.layout:
         return None
-    if editor.op_name(var) == "relax.add" and editor.has_one_use(var):
-        var, operand = editor.call_of(var).args
-        shift = channel_values(operand, ndim, product.axis, product.channels)
-    if editor.op_name(var) == "relax.multiply" and editor.has_one_use(var):
-        var, operand = editor.call_of(var).args
-        scale = channel_values(operand, ndim, product.axis, product.channels)
-    is_data = isinstance(var, relax.Var) and var.same_as(data)
-    if not is_data or shift is None or scale is None:
-        return None
-    if own.weight.shape[1] > 1 and not shift.any() and (scale == 1).all():
-        return None  # see `join_branches`
     if tensor_shape(data) != tensor_shape(product.var):
         return None
+    while not var.same_as(data):
+        sources = list_candidates(editor, var) if editor.has_one_use(var) else []
+        affine = read_affine(editor, var, sources[0], product) if sources else None
+        if affine is None:
+            return None
+        # value = scale * var + shift
+        shift = shift if affine.shift is None else shift + scale * affine.shift
+        scale = scale if affine.scale is None else scale * affine.scale
+        var = affine.data
+    if own.weight.shape[1] > 1 and not shift.any() and (scale == 1).all():
+        return None  # see `join_branches`
     weight = np.zeros((*own.weight.shape[:2], *[1] * (own.weight.ndim - 2)))
     channels = np.arange(product.channels)
     weight[channels, channels % own.weight.shape[1]] = scale.reshape(-1, *[1] * (weight.ndim - 2))
@@ -161,21 +161,18 @@ def read_scaled(editor: Editor, product: Product, own: Branch, var: relax.Expr) 
 
 
 def has_same_steps(one: Product, other: Product) -> bool:
-    """Whether two convolutions read the same data in the same steps, groups and layout."""
+    """Whether two convolutions read the same data in the same steps, groups and layout. A kernel of
+    one value has no dilation.
+    """
     first, second = one.call, other.call
     is_point = min(find_window(first), find_window(second)) == 1
-    same = ("dilation",) * (not is_point) + (
-        "strides",
-        "groups",
-        "data_layout",
-        "kernel_layout",
-        "out_layout",
-        "out_dtype",
-    )
+    views = [replace(ConvView.of(call), padding=()) for call in (first, second)]
+    if is_point:
+        views = [replace(view, dilation=()) for view in views]
     return (
         first.op.name == second.op.name
         and first.args[0].same_as(second.args[0])
-        and all(str(getattr(first.attrs, key)) == str(getattr(second.attrs, key)) for key in same)
+        and views[0] == views[1]
         and tensor_shape(one.var) == tensor_shape(other.var)
     )
 
@@ -203,16 +200,10 @@ def add_kernels(wide: Branch, small: Branch, dilation: tuple[int, ...]) -> np.nd
     return weight
 
 
-def read_dilation(call: Call) -> tuple[int, ...]:
-    """The distance of the values that a kernel reads, of each spatial axis."""
-    return tuple(map(int, call.attrs.dilation))
-
-
 def find_axes(call: Call) -> list[int]:
     """The axes of a weight in the order O, I, then the spatial ones."""
-    layout = call.attrs.kernel_layout
-    spatial = [at for at, letter in enumerate(layout) if letter not in "OI"]
-    return [layout.index("O"), layout.index("I"), *spatial]
+    view = ConvView.of(call)
+    return [view.kernel_layout.index(letter) for letter in f"OI{view.letters}"]
 
 
 def find_crest(weight: np.ndarray) -> float:

@@ -146,11 +146,11 @@ def _fold_scale(
 
 def _find_product(editor: Editor, var: relax.Var) -> tuple[Product, ChannelAffine] | None:
     """Return the conv or matmul that the per-channel affine value `var` is computed from."""
-    for data in _candidates(editor, var):
+    for data in list_candidates(editor, var):
         product = read_chain(editor, data)
         if product is None:
             continue
-        affine = _read_affine(editor, var, data, product)
+        affine = read_affine(editor, var, data, product)
         if affine is None:
             continue
         # An add right behind the product does not change the product, so other readers are allowed.
@@ -162,11 +162,14 @@ def _find_product(editor: Editor, var: relax.Var) -> tuple[Product, ChannelAffin
     return None
 
 
-def _candidates(editor: Editor, var: relax.Var) -> list[relax.Var]:
+def list_candidates(editor: Editor, var: relax.Var) -> list[relax.Var]:
+    """List the value that `var` may be a per-channel affine function of, if there is one."""
     call = editor.call_of(var)
     if call is None:
         norm = find_batch_norm(editor, var)
         return [norm.args[0]] if norm is not None and isinstance(norm.args[0], relax.Var) else []
+    if call.op.name not in ARITHMETIC:
+        return []
     left, right = call.args
     if isinstance(left, relax.Var) and constant_value(right) is not None:
         return [left]
@@ -232,9 +235,10 @@ def channel_operand(call: Call, product: Product) -> np.ndarray | None:
     return channel_values(call.args[1], call.args[0].ty.ndim, product.axis, product.channels)
 
 
-def _read_affine(
+def read_affine(
     editor: Editor, var: relax.Var, data: relax.Var, product: Product
 ) -> ChannelAffine | None:
+    """Read `var` as an affine function of `data` along the product's channels."""
     call = editor.call_of(var)
     if call is None:
         norm = read_batch_norm(editor, var)

@@ -66,6 +66,12 @@ JOINED = {
     "the data": lambda x, emit: add(depthwise(x, 3, 3, padding=1), x),
     "the data first": lambda x, emit: add(x, depthwise(x, 3, 3, padding=1)),
     "scaled data": lambda x, emit: add(depthwise(x, 3, 3, padding=1), scaled(x)),
+    "data scaled otherwise": lambda x, emit: add(
+        relax.op.subtract(
+            const(draw(1, 4, 1, 1)), relax.op.divide(x, const(1 + draw(1, 4, 1, 1) ** 2))
+        ),
+        conv(x, 3, 3, padding=1),
+    ),
     "groups": lambda x, emit: add(conv(x, 3, 3, inputs=2, groups=2, padding=1), scaled(x)),
     "far values": lambda x, emit: add(conv(x, 3, 3, padding=2, dilation=2), conv(x, 1, 1)),
     "far values in both": lambda x, emit: add(
