@@ -1,5 +1,5 @@
-"""GGUF files of tiny random models, with names by the package gguf: scores are those of the models
-in `transformers`.
+"""GGUF files of tiny random models: `transformers` computes the same scores. The package gguf names
+the tensors.
 """
 
 from __future__ import annotations

@@ -64,9 +64,9 @@ class Generator:
         chunk: Tokens of a prompt that the model takes at once.
         reuse_prefix: Keep the tokens that a prompt shares with the prompt and text before it, as
             the turns of a conversation do, and read only the rest. Nothing else may run the
-            executable meanwhile, nor set its state. Tokens of a text were read one by one, which
-            may round otherwise than reading a prompt does: scores can differ by a rounding from
-            those of a generator that reads all.
+            executable meanwhile, nor set its state. A text was read token by token, which may
+            round otherwise than reading a prompt does. So scores can differ by a rounding from
+            scores without `reuse_prefix`.
 
     Attributes:
         sequences: Prompts that run at once.

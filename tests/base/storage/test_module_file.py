@@ -337,7 +337,7 @@ def test_tensors__elements_that_share_bytes(tmp_path, count):
 
 
 def test_tensors__elements_of_several_lanes(tmp_path):
-    """TVM's JSON would have those of one lane."""
+    """TVM's JSON would keep one lane of each element."""
     tensor = tvm.runtime.empty((5,), "float32x4")
     ctypes.memset(tensor.data_ptr(), 7, 5 * 16)
     mod = add_constants(relax.const(np.ones(3, "float32")))

@@ -77,8 +77,8 @@ def take_integer(mod: tvm.IRModule) -> Taken:
 
 
 def with_stem(body):
-    """A residual needs a value that is quantized: that of a product before it. A convolution would
-    become one with what passes on the value that it reads, so the residual is a function of this.
+    """`body` gets the result of a convolution, and a residual of the same shape: the largest of
+    neighbouring values of that result. So the residual is quantized, too.
     """
 
     def with_residual(emit, x):

@@ -86,7 +86,7 @@ WAYS = {
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("way", WAYS)
 def test_quantize_linear__clips_to_the_type_of_a_zero_point(way, name):
-    """The type is that of the constant behind the zero point, which is held in 8 bits."""
+    """The zero point is held in 8 bits, but its own type sets the limits."""
     kind = find_kind(name)
     zero = helper.make_tensor("z0", kind, (), [1])
     inner = helper.make_tensor("inner", kind, (), [1])

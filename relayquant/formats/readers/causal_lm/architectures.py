@@ -73,7 +73,7 @@ class ModelRow:
     adjust: Adjust = lambda _fields, config: config
     windows: ListTypes = lambda _fields, count: list_types(0, count)
     refused: tuple[str, ...] = ()
-    turned: ListTurned = lambda fields, types, _window: list_turned(fields, len(types))
+    turned: ListTurned = lambda *given: list_turned(*given)
     scales_windows: bool = True
     rotary: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -233,7 +233,7 @@ def list_first_even(fields: Fields, count: int) -> list[str]:
 
 def list_unturned(fields: Fields, count: int) -> list[str]:
     """Windows in layers without rotary positions."""
-    return name_types([bool(each) for each in list_turned(fields, count)])
+    return name_types([*map(bool, list_turned(fields, list_types(0, count), 0))])
 
 
 def list_by_pattern(fields: Fields, count: int) -> list[str]:
@@ -246,12 +246,23 @@ def in_pattern(pattern: int) -> ListTypes:
     return lambda _fields, count: list_types(pattern, count)
 
 
-def list_turned(fields: Fields, count: int) -> list[Any]:
-    """Return for each layer whether it has rotary positions."""
-    turned = fields.items(count, "no_rope_layers")
+def leave_out(period: int) -> ListTurned:
+    """Rotary positions in all layers but each `period`-th. 0: in all."""
+    return lambda _fields, types, _window: [
+        period < 1 or i % period != 0 for i in range(1, len(types) + 1)
+    ]
+
+
+#: Rotary positions in all layers.
+TURN_ALL = leave_out(0)
+
+
+def list_turned(fields: Fields, types: Sequence[str], window: int) -> list[Any]:
+    """Rotary positions as metadata says, layer by layer or by a period."""
+    turned = fields.items(len(types), "no_rope_layers")
     if turned is None:
         period = fields.integer("no_rope_layer_interval", default=0)
-        return [period < 1 or (i + 1) % period != 0 for i in range(count)]
+        return leave_out(period)(fields, types, window)
     return turned
 
 

@@ -16,7 +16,16 @@ import numpy as np
 
 from relayquant.base.storage.files import PathLike, reading
 from relayquant.errors import ModelError, format_count
-from relayquant.formats.readers.causal_lm.architectures import add_experts, list_types
+from relayquant.formats.readers.causal_lm.architectures import (
+    LAYER_TYPES,
+    TURN_ALL,
+    ListTurned,
+    add_experts,
+    leave_out,
+    list_types,
+    turn_windowed,
+    turn_windowed_or_all,
+)
 from relayquant.formats.readers.causal_lm.config import (
     MOST_LAYERS,
     CausalLMConfig,
@@ -95,7 +104,7 @@ class GgufModelRow:
         local_base: Base of rotary positions in layers with a window, if metadata has none. 0: as
             in the others.
         scales_windows: Whether rotary positions of layers with a window are scaled.
-        unturned: Each `unturned`-th layer has no rotary positions. 0: all have. 1: none has.
+        turned: Which layers have rotary positions.
         is_normalized: Whether shares of chosen experts are divided by their sum, if metadata does
             not say so.
         limit: Bound of values inside of experts, see `ExpertConfig`.
@@ -107,7 +116,7 @@ class GgufModelRow:
     pattern: int = 0
     local_base: float = 0.0
     scales_windows: bool = True
-    unturned: int = 0
+    turned: ListTurned = TURN_ALL
     is_normalized: bool = True
     limit: float = 0.0
     adjust: Callable[[Fields, CausalLMConfig], CausalLMConfig] = lambda _fields, config: config
@@ -271,19 +280,18 @@ def read_gguf_layers(
     if row.local_base or not row.scales_windows:
         local_base = fields.number("rope.freq_base_swa", default=row.local_base or base)
         local = make_rotary(local_base, size, Fields({}), length)
-    is_windowed = [kind != "full_attention" for kind in list_types(row.pattern, count)]
+    types = list_types(row.pattern, count)
+    is_windowed = [LAYER_TYPES[kind] for kind in types]
     pattern = fields.get("attention.sliding_window_pattern")
     pattern = pattern.tolist() if isinstance(pattern, np.ndarray) else pattern
     if window and pattern not in (None, row.pattern, is_windowed):
         raise fields.refuse(("attention.sliding_window_pattern",), pattern, str(row.pattern))
     return tuple(
         LayerConfig(
-            None
-            if row.unturned and (i + 1) % row.unturned == 0
-            else (local if is_windowed[i] else rotary),
-            window if is_windowed[i] else 0,
+            (local if windowed else rotary) if is_turned else None,
+            window if windowed else 0,
         )
-        for i in range(count)
+        for windowed, is_turned in zip(is_windowed, row.turned(fields, types, window), strict=True)
     )
 
 
@@ -365,24 +373,8 @@ def adjust_gguf_granite(fields: Fields, config: CausalLMConfig) -> CausalLMConfi
     )
 
 
-def adjust_gguf_exaone4(_fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
-    """Layers without a window have no rotary positions, if others have a window."""
-    return turn_windowed(config) if any(layer.window for layer in config.layers) else config
-
-
 def adjust_gguf_cohere(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
-    scale = fields.number("logit_scale", default=1.0)
-    return replace(config, score_scale=scale)
-
-
-def adjust_gguf_cohere2(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
-    return turn_windowed(adjust_gguf_cohere(fields, config))
-
-
-def turn_windowed(config: CausalLMConfig) -> CausalLMConfig:
-    """Return the model with rotary positions in layers with a window alone."""
-    layers = (layer if layer.window else replace(layer, rotary=None) for layer in config.layers)
-    return replace(config, layers=tuple(layers))
+    return replace(config, score_scale=fields.number("logit_scale", default=1.0))
 
 
 GELU = {"activation": HiddenFunction.GELU_TANH}
@@ -395,7 +387,7 @@ COHERE = {"norm": NormKind.LAYER, "has_norm_biases": False, "is_parallel": True}
 #: "general.architecture" -> architecture.
 GGUF_ARCHITECTURES: dict[str, GgufModelRow] = {
     "llama": GgufModelRow(PAIRED),
-    "smollm3": GgufModelRow(PAIRED, unturned=4),
+    "smollm3": GgufModelRow(PAIRED, turned=leave_out(4)),
     "granite": GgufModelRow(PAIRED, adjust=adjust_gguf_granite),
     "qwen2": GgufModelRow(),
     "qwen3": GgufModelRow(changes={"has_head_norms": True}),
@@ -423,7 +415,7 @@ GGUF_ARCHITECTURES: dict[str, GgufModelRow] = {
         changes={**POST_NORMS, "has_row_norms": True}, pattern=4, scales_windows=False
     ),
     "exaone4": GgufModelRow(
-        changes={**POST_NORMS, "has_head_norms": True}, pattern=4, adjust=adjust_gguf_exaone4
+        changes={**POST_NORMS, "has_head_norms": True}, pattern=4, turned=turn_windowed_or_all
     ),
     "glm4": GgufModelRow(
         replace(PAIRED, names={**NAMES, "gate_up": "blk.{}.ffn_up"}),
@@ -431,7 +423,9 @@ GGUF_ARCHITECTURES: dict[str, GgufModelRow] = {
     ),
     "ernie4_5": GgufModelRow(PAIRED),
     "command-r": GgufModelRow(PAIRED, changes=COHERE, adjust=adjust_gguf_cohere),
-    "cohere2": GgufModelRow(PAIRED, changes=COHERE, pattern=4, adjust=adjust_gguf_cohere2),
+    "cohere2": GgufModelRow(
+        PAIRED, changes=COHERE, pattern=4, turned=turn_windowed, adjust=adjust_gguf_cohere
+    ),
     "starcoder2": GgufModelRow(changes=LAYER_NORMS),
-    "gpt2": GgufModelRow(changes={**LAYER_NORMS, "has_positions": True}, unturned=1),
+    "gpt2": GgufModelRow(changes={**LAYER_NORMS, "has_positions": True}, turned=leave_out(1)),
 }

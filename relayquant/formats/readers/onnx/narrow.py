@@ -1,8 +1,8 @@
 """ONNX reader: integers of 4 and 2 bits are held in 8 bits, and their types are known by name.
 
-A type decides a result in two places: QuantizeLinear clips to that of its zero point, and CastLike
-wraps around at that of its second operand. Both get the type as an attribute here. It is followed
-from constants through operators that move values, and into and out of bodies.
+QuantizeLinear clips to the limits of its zero point's type, and CastLike wraps around at the limits
+of its second operand's type. Both get the type as an attribute here. Types are followed from
+constants through operators that move values, and into and out of bodies.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def keep_narrow(node: onnx.NodeProto, narrow: dict[str, int]) -> onnx.NodeProto:
 
 
 def set_type(node: onnx.NodeProto, kind: int, narrow: dict[str, int]) -> None:
-    """Give a QuantizeLinear the type of its zero point, in place, and note that of its output."""
+    """Give a QuantizeLinear the type of its zero point, in place. Its output has this type too."""
     given = [attribute.i for attribute in node.attribute if attribute.name == "output_dtype"]
     if kind and not given:
         node.attribute.append(helper.make_attribute("output_dtype", kind))

@@ -442,8 +442,8 @@ def write_cast(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def with_attributes(op: str, **attrs: Callable[[Any], Any]) -> OnnxRow:
-    """Write the ONNX operator with the same operand, and with attributes that a function converts
-    from those of the same name.
+    """Write the ONNX operator with the same operand. `attrs` has the function that converts each
+    attribute; attributes have the same name in both.
     """
 
     def write(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
