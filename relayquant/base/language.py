@@ -5,3 +5,14 @@ from __future__ import annotations
 #: "prefill" takes many tokens at once, "decode" the next one.
 PREFILL, DECODE = "prefill", "decode"
 LANGUAGE_FUNCTIONS = (PREFILL, DECODE)
+
+#: What a text of several beside each other is filled up with: it is not read.
+PADDING = -1
+#: First parts of the names of state that has read all tokens so far. "keys.0" has a row for each
+#: token instead, and later tokens overwrite it.
+RUNNING = ("rows",)
+
+
+def goes_back(state: str) -> bool:
+    """Whether a state of this name can go on behind any of the tokens that it has read."""
+    return state.partition(".")[0] not in RUNNING

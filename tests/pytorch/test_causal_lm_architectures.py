@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 sys.path.append(str(Path(__file__).parents[1] / "formats" / "readers"))
 from causal_lm_models import draw_model  # noqa: E402
-from causal_lm_runs import run_chunks  # noqa: E402
+from causal_lm_runs import run_chunks, run_function  # noqa: E402
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -47,6 +47,7 @@ EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "num_hidden_layers": 3,
 }  # fmt: skip
 
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
 #: case -> class of the config, what it has besides SIZES
 CASES = {
     "llama": ("LlamaConfig", {}),
@@ -123,6 +124,19 @@ CASES = {
     "ernie4_5, biases": ("Ernie4_5Config", {"use_bias": True}),
     "cohere": ("CohereConfig", {}),
     "cohere2": ("Cohere2Config", {**WINDOW, "num_hidden_layers": 5}),
+    "lfm2": ("Lfm2Config", CONVOLUTIONS),
+    "lfm2, biases": (
+        "Lfm2Config",
+        {**CONVOLUTIONS, "conv_bias": True, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+    ),
+    "lfm2_moe, no bias of the choice": (
+        "Lfm2MoeConfig",
+        {**CONVOLUTIONS, **EXPERTS, "use_expert_bias": False, "norm_topk_prob": False},
+    ),
     "gpt2": ("GPT2Config", {}),
     "gpt2, not tied": ("GPT2Config", {"tie_word_embeddings": False}),
 }
@@ -162,6 +176,79 @@ def test_load_causal_lm__scores_are_those_of_the_model(case):
     options = rq.CausalLMOptions(max_length=32, cache="float32", sequences=2)
     pair = rq.torch.load_causal_lm(model, options)
     found = run_chunks(*pair, tokens, (9, 8, 1, 1, 4, 1))
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+#: cases of layers whose state is replaced
+RUNNING = [case for case, (_, more) in CASES.items() if "layer_types" in more and "lfm2" in case]
+
+
+def read_ragged(run, tokens):
+    """Scores of the last rows of two sequences, of 10 and 6 tokens and then one more each. `run`
+    takes the name of a function and its inputs. It has read something else before.
+    """
+    padded = tokens.astype("int32")
+    padded[1, 6:] = -1
+    run("prefill", [padded[:, :5] + 3, np.zeros(2, "int32"), np.zeros((2, 1), "int32")])
+    found, ends = np.zeros((2, 2, 96), "float32"), np.array([10, 6])
+    for at in (0, 4, 8):
+        rows = padded[:, at : at + 4][:, : 10 - at]
+        last = np.clip(ends - 1 - at, 0, rows.shape[1] - 1)
+        scores = run("prefill", [rows, np.full(2, at, "int32"), last[:, None].astype("int32")])
+        is_last = (at < ends) & (ends <= at + 4)
+        found[is_last, 0] = scores[is_last, 0]
+    next_rows = tokens[[0, 1], ends][:, None].astype("int32")
+    found[:, 1] = run("decode", [next_rows, ends.astype("int32")])[:, 0]
+    return found
+
+
+@pytest.mark.parametrize("case", ["qwen3", *RUNNING])
+def test_load_causal_lm__sequences_of_different_lengths(case):
+    """What fills up the shorter one is not read, nor what was there before a text began."""
+    model = draw_model(make_config(*CASES[case]))
+    tokens = np.random.default_rng(0).integers(3, 90, (2, 11))
+    with torch.no_grad():
+        scores = model(torch.tensor(tokens)).logits.numpy()
+    want = np.stack([scores[0, 9:11], scores[1, 5:7]])
+    options = rq.CausalLMOptions(max_length=32, cache="float32", sequences=2)
+    mod, params = rq.torch.load_causal_lm(model, options)
+    state = [value.value for value in rq.get_state(mod)]
+
+    def run(name, inputs):
+        found, *state[:] = run_function(mod, params, name, [*inputs, *state])
+        return found
+
+    found = read_ragged(run, tokens)
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("case", RUNNING)
+def test_compile__layers_with_a_state_of_their_own(tmp_path, case):
+    """Float, and with weights of 4 bits that were kept in a file."""
+    model = draw_model(make_config(*CASES[case]))
+    tokens = np.random.default_rng(0).integers(3, 90, (2, 11))
+    with torch.no_grad():
+        scores = model(torch.tensor(tokens)).logits.numpy()
+    want = np.stack([scores[0, 9:11], scores[1, 5:7]])
+    options = rq.CausalLMOptions(max_length=32, cache="float32", sequences=2)
+    pair = rq.torch.load_causal_lm(model, options)
+    executor = rq.Executor(rq.compile(pair, precision="float32"))
+    found = read_ragged(lambda name, inputs: executor.run(name, inputs)[0], tokens)
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+    rq.save_module(rq.compress_weights(pair, bits=4), tmp_path / "m.rqm")
+    small, _ = rq.load(tmp_path / "m.rqm")
+    state = [value.value for value in rq.get_state(small)]
+
+    def run(name, inputs):
+        found, *state[:] = run_function(small, {}, name, [*inputs, *state])
+        return found
+
+    want = read_ragged(run, tokens)
+    executor = rq.Executor(rq.compile(small, precision="float32"))
+    found = read_ragged(lambda name, inputs: executor.run(name, inputs)[0], tokens)
     np.testing.assert_allclose(found, want, rtol=0, atol=1e-4 * np.abs(want).max())
 
 

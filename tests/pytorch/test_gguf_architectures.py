@@ -33,6 +33,8 @@ YARN = {
     },
     "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
 }  # fmt: skip
+CONVOLUTIONS = {"layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"]}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
 #: case -> "general.architecture", class of the config, what it has besides SIZES
 CASES = {
     "olmo2": ("olmo2", "Olmo2Config", {}),
@@ -47,6 +49,8 @@ CASES = {
     "ernie4_5": ("ernie4_5", "Ernie4_5Config", {"head_dim": HEAD}),
     "cohere": ("command-r", "CohereConfig", {}),
     "cohere2": ("cohere2", "Cohere2Config", WINDOW),
+    "lfm2": ("lfm2", "Lfm2Config", {**CONVOLUTIONS, "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": ("lfm2moe", "Lfm2MoeConfig", {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 2}),
 }
 
 
@@ -59,13 +63,13 @@ def write_gguf(path, architecture, model):
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    add_mixers(writer, config)
     writer.add_key_length(HEAD)
     writer.add_value_length(HEAD)
-    if hasattr(config, "rms_norm_eps"):
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    else:
+    if hasattr(config, "layer_norm_eps"):
         writer.add_layer_norm_eps(config.layer_norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
     add_rotary(writer, config)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
@@ -75,14 +79,45 @@ def write_gguf(path, architecture, model):
         writer.add_logit_scale(config.logit_scale)
     kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, LAYERS)
-    for name, value in model.state_dict().items():
+    for name, value in list_tensors(model):
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             own = names.get_name(name, try_suffixes=(".weight", ".bias"))
-            writer.add_tensor(own, value.numpy())
+            assert own, name
+            writer.add_tensor(own, np.ascontiguousarray(value))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def list_tensors(model):
+    """Tensors as llama.cpp has them: names that the package knows, and no axes of size 1."""
+    for name, value in model.state_dict().items():
+        array = value.numpy()
+        if name.endswith(".conv.conv.weight"):
+            array = array[:, 0]
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), np.split(array, 2, 1), strict=True):
+                yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight", half
+            continue
+        name = name.replace("expert_bias", "expert_bias.bias")
+        yield f"{name}.weight" if name.endswith("down_proj") else name, array
+
+
+def add_mixers(writer, config):
+    """Heads of keys and values, by layer if some layers have none, and what these have instead."""
+    kinds, heads = getattr(config, "layer_types", None) or [], config.num_key_value_heads
+    if "conv" in kinds:
+        writer.add_head_count_kv([heads * (kind == "full_attention") for kind in kinds])
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    else:
+        writer.add_head_count_kv(heads)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def add_rotary(writer, config):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from relayquant.base.arguments import check_arguments, describe_value
-from relayquant.base.language import DECODE, LANGUAGE_FUNCTIONS, PREFILL
+from relayquant.base.language import DECODE, LANGUAGE_FUNCTIONS, PADDING, PREFILL, goes_back
 from relayquant.errors import ConfigError, DataError, ModelError, format_count
 from relayquant.flow.generation.sampling import TokenSampling, choose_token
 from relayquant.formats.tokenizers import Tokenizer
@@ -63,7 +63,8 @@ class Generator:
         tokenizer: What `load_tokenizer` returns. It is needed.
         chunk: Tokens of a prompt that the model takes at once.
         reuse_prefix: Keep the tokens that a prompt shares with the prompt and text before it, as
-            the turns of a conversation do, and read only the rest. Nothing else may run the
+            the turns of a conversation do, and read only the rest. A model with layers whose state
+            cannot go back, as LFM2 has, keeps all tokens or none. Nothing else may run the
             executable meanwhile, nor set its state. A text was read token by token, which may
             round otherwise than reading a prompt does. So scores can differ by a rounding from
             scores without `reuse_prefix`.
@@ -109,6 +110,7 @@ class Generator:
                 code="RQ204",
             )
         self.sequences, _, self.max_length, _ = state[0]["shape"]
+        self._goes_back = all(goes_back(each["name"]) for each in state)
         self._turn, self._reuse_prefix = 0, reuse_prefix
         #: of each sequence the tokens whose keys and values the state has, from the first one on
         self._read: list[list[int]] = []
@@ -209,7 +211,7 @@ class Generator:
         # A text does not depend on the others that run beside it.
         draws = [np.random.default_rng((sampling.seed, i)) for i in range(len(prompts))]
         running = dict(enumerate(self.prefill(prompts))) if prompts else {}
-        tokens = np.zeros((self.sequences, 1), "int32")
+        tokens = np.full((self.sequences, 1), PADDING, "int32")
         positions = np.zeros(self.sequences, "int32")
         while running:
             step = []
@@ -228,9 +230,13 @@ class Generator:
                     "a generator for each from its own Executor.",
                     code="RQ105",
                 )
+            ended = [piece.sequence for piece in step if piece.reason is not None]
+            tokens[ended] = PADDING
+            read, self._read = self._read, []  # a run that fails leaves nothing to keep
             scores = self._run(DECODE, tokens, positions)[:, 0]
             for i in left:
-                self._read[i].append(int(tokens[i, 0]))
+                read[i].append(int(tokens[i, 0]))
+            self._read = read
             running = {i: scores[i] for i in left}
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -238,19 +244,22 @@ class Generator:
 
         Returns the scores of the token that follows each, float32 (vocabulary,).
         """
-        kept = self._count_kept(prompts) if self._reuse_prefix else 0
+        kept = np.zeros(self.sequences, int)
+        if self._reuse_prefix:
+            kept[: len(prompts)] = self._count_kept(prompts)
         self._read = []  # a run that fails leaves nothing to keep
+        rests = [prompt[start:] for prompt, start in zip(prompts, kept, strict=False)]
         lengths = np.zeros(self.sequences, int)
-        lengths[: len(prompts)] = [len(prompt) for prompt in prompts]
-        tokens = np.zeros((self.sequences, lengths.max()), "int32")
-        for row, prompt in zip(tokens, prompts, strict=False):
-            row[: len(prompt)] = prompt
+        lengths[: len(prompts)] = [len(rest) for rest in rests]
+        tokens = np.full((self.sequences, lengths.max()), PADDING, "int32")
+        for row, rest in zip(tokens, rests, strict=False):
+            row[: len(rest)] = rest
         found = [np.empty(0, "float32")] * len(prompts)
-        for start in range(kept, tokens.shape[1], self.chunk):
+        for start in range(0, tokens.shape[1], self.chunk):
             rows = tokens[:, start : start + self.chunk]
             ends = start + rows.shape[1]
             # Rows behind the end of a short prompt are overwritten before they are seen.
-            positions = np.full(self.sequences, start, "int32")
+            positions = (kept + start).astype("int32")
             picked = np.clip(lengths - 1 - start, 0, rows.shape[1] - 1).astype("int32")
             scores = self._run(PREFILL, rows, positions, picked[:, None])
             for i in range(len(prompts)):
@@ -259,14 +268,16 @@ class Generator:
         self._read = [[*map(int, prompt)] for prompt in prompts]
         return found
 
-    def _count_kept(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Count the first tokens that the state has of every prompt. Of each prompt one token at
+    def _count_kept(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Count the first tokens of each prompt that the state has. Of each prompt one token at
         least is left to read, because its scores are wanted.
         """
-        if len(prompts) > len(self._read):
-            return 0
-        pairs = zip(prompts, self._read, strict=False)
-        return min(min(count_equal(*pair), len(pair[0]) - 1) for pair in pairs)
+        counts = [0] * len(prompts)
+        for i, (prompt, read) in enumerate(zip(prompts, self._read, strict=False)):
+            counts[i] = min(count_equal(prompt, read), len(prompt) - 1)
+            if not self._goes_back and counts[i] < len(read):
+                counts[i] = 0
+        return counts
 
     def _run(self, name: str, *args: np.ndarray) -> np.ndarray:
         """Call a function, which keeps the state. Returns its scores."""

@@ -74,6 +74,36 @@ class NumpyModel(Executor):
         return text[len(prompt) :]
 
 
+class RunningModel(NumpyModel):
+    """The same with a sum of all that was read, which cannot go back."""
+
+    def __init__(self, sequences=1, seed=0):
+        super().__init__(sequences, seed)
+        self.read = [[] for _ in range(sequences)]
+
+    def describe_state(self):
+        row = {"name": "rows.0", "shape": [len(self.read), 3, WIDTH], "dtype": "float32"}
+        return {"values": [*super().describe_state()["values"], row], "functions": {}}
+
+    def run(self, name, args):
+        tokens, positions, *picked = args
+        self.calls.append((name, tokens.shape[1]))
+        rows = np.zeros((*tokens.shape, len(self.embedding)), "float32")
+        for b, start in enumerate(positions):
+            count = (tokens[b] >= 0).sum()
+            assert (tokens[b, :count] >= 0).all()
+            if start == 0:
+                self.read[b] = []
+            assert count == 0 or start == len(self.read[b])
+            for t, token in enumerate(tokens[b, :count]):
+                self.read[b].append(token)
+                rows[b, t] = self.score(self.embedding[self.read[b]])
+        return [np.take_along_axis(rows, picked[0][..., None], 1) if picked else rows]
+
+
+KINDS = [NumpyModel, RunningModel]
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return make_tokenizer()
@@ -83,10 +113,11 @@ def draw_prompt(length, seed=0):
     return np.random.default_rng(seed).integers(0, END, length).tolist()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [1, 3, 512])
-def test_generate__greedy_tokens_of_several_prompts_are_those_of_each_alone(chunk, tokenizer):
+def test_generate__greedy_tokens_of_several_prompts_are_those_of_each_alone(chunk, kind, tokenizer):
     """Ragged prompts, more of them than sequences, read in chunks."""
-    model = NumpyModel(3)
+    model = kind(3)
     prompts = [draw_prompt(length, length) for length in (4, 1, 9, 7, 2)]
     texts = rq.Generator(model, tokenizer, chunk=chunk).generate(prompts, max_tokens=8)
     for prompt, text in zip(prompts, texts, strict=True):
@@ -101,33 +132,53 @@ def read_rows(model):
     return rows
 
 
-#: prompts that follow "abcab" and the five tokens written behind it, and the rows that are read
+#: prompts that follow "abcab" and the five tokens written behind it, and the rows that are read, by
+#: a model that goes back and one that does not
 FOLLOWING = {
-    "same": (lambda said: "abcab", 1),
-    "text": (lambda said: "abcab" + said, 1),
-    "next turn": (lambda said: "abcab" + said + "xyz", 4),
-    "part": (lambda said: "abc", 1),
-    "other end": (lambda said: "abcax", 1),
-    "other begin": (lambda said: "bbcab", 5),
+    "same": (lambda said: "abcab", 1, 5),
+    "text": (lambda said: "abcab" + said, 1, 1),
+    "next turn": (lambda said: "abcab" + said + "xyz", 4, 4),
+    "part": (lambda said: "abc", 1, 3),
+    "other end": (lambda said: "abcax", 1, 5),
+    "other begin": (lambda said: "bbcab", 5, 5),
 }
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [2, 512])
 @pytest.mark.parametrize("case", FOLLOWING)
-def test_reuse_prefix__the_rest_is_read_and_the_text_is_that_of_the_whole(case, chunk, tokenizer):
+def test_reuse_prefix__the_rest_is_read_and_the_text_is_that_of_the_whole(
+    case, chunk, kind, tokenizer
+):
     """Of a text, the last token was never read."""
-    model, (following, rows) = NumpyModel(), FOLLOWING[case]
+    model, (following, *rows) = kind(), FOLLOWING[case]
     generator = rq.Generator(model, tokenizer, chunk=chunk, reuse_prefix=True)
     said = generator.generate("abcab", max_tokens=5)
     assert read_rows(model) == 5
     prompt = following(said)
     text = generator.generate(prompt, max_tokens=5)
     assert text == rq.Generator(NumpyModel(), tokenizer).generate(prompt, max_tokens=5)
-    assert read_rows(model) == rows
+    assert read_rows(model) == rows[KINDS.index(kind)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reuse_prefix__each_sequence_keeps_its_own(kind, tokenizer):
+    """Conversations of other lengths, of which one ends earlier, go on beside each other."""
+    model, alone = kind(2), rq.Generator(NumpyModel(), tokenizer)
+    generator = rq.Generator(model, tokenizer, reuse_prefix=True)
+    prompts, added = ["another", "hello"], ["abc", "c"]
+    stop = [alone.generate(prompts[0], max_tokens=2)[1]]
+    texts = generator.generate(prompts, max_tokens=4, stop=stop)
+    assert [*map(len, texts)] == [1, 4]
+    prompts = ["".join(each) for each in zip(prompts, texts, added, strict=True)]
+    read_rows(model)
+    texts = generator.generate(prompts, max_tokens=4)
+    assert texts == [alone.generate(each, max_tokens=4) for each in prompts]
+    assert read_rows(model) == 3
 
 
 @pytest.mark.parametrize("order", [(2, 2), (2, 1), (1, 2)])
-def test_reuse_prefix__of_several_sequences_what_all_of_them_keep(order, tokenizer):
+def test_reuse_prefix__of_several_sequences(order, tokenizer):
     """A sequence without a prompt is overwritten, so a later prompt in its place is read whole."""
     model = NumpyModel(2)
     generator = rq.Generator(model, tokenizer, reuse_prefix=True)

@@ -21,6 +21,7 @@ from relayquant.formats.readers.causal_lm.config import (
     Rotary,
 )
 from relayquant.formats.readers.causal_lm.fields import Fields
+from relayquant.formats.readers.causal_lm.mixers import Mixer, ShortConvolution
 from relayquant.formats.readers.causal_lm.names import TensorNames
 from relayquant.formats.readers.causal_lm.rotary import make_rotary
 
@@ -46,6 +47,8 @@ WITH_PICTURES = ("gemma3", "internvl", "llava", "mistral3", "smolvlm")
 Adjust = Callable[[Fields, CausalLMConfig], CausalLMConfig]
 #: (metadata, number of layers) -> types of layers, if metadata has no "layer_types".
 ListTypes = Callable[[Fields, int], list[str]]
+#: Metadata -> what a layer of one type has instead of attention.
+ReadMixer = Callable[[Fields], Mixer]
 #: (metadata, types of layers, the window or 0) -> whether each layer has rotary positions.
 ListTurned = Callable[[Fields, Sequence[str], int], list[Any]]
 
@@ -59,24 +62,27 @@ class ModelRow:
         settings: Settings that not every architecture has -> the value if config.json lacks one,
             that of its class in `transformers`. Settings that only other rows have are not read.
         adjust: What differs from Llama.
-        windows: Which layers have the window if metadata has no "layer_types".
+        types: Types of layers if metadata has no "layer_types". They count if there is a window,
+            or if a type has a mixer.
         refused: Settings that must be false.
         turned: Which layers have rotary positions.
         scales_windows: Whether "rope_scaling" is for layers with a window, too.
         rotary: Settings of rotary positions for a config.json that has none.
         sizes: As `settings`, for those that all architectures have. Files of models that also see
             lack them.
+        mixers: Type of layers without attention -> what these have.
     """
 
     names: TensorNames
     settings: Mapping[str, Any]
     adjust: Adjust = lambda _fields, config: config
-    windows: ListTypes = lambda _fields, count: list_types(0, count)
+    types: ListTypes = lambda _fields, count: list_types(0, count)
     refused: tuple[str, ...] = ()
     turned: ListTurned = lambda *given: list_turned(*given)
     scales_windows: bool = True
     rotary: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
+    mixers: Mapping[str, ReadMixer] = field(default_factory=dict)
 
     def choose(self, fields: Fields) -> Fields:
         """Return what a model of this architecture reads.
@@ -142,7 +148,9 @@ def read_config(
         raise fields.refuse(("num_attention_heads",), heads, "an integer from 1 on")
     head = fields.integer("head_dim", default=width // heads)
     most = fields.integer("max_position_embeddings", "n_positions")
-    activation = fields.text("hidden_activation", "hidden_act", "activation_function")
+    activation = fields.text(
+        "hidden_activation", "hidden_act", "activation_function", default="silu"
+    )
     if activation not in ACTIVATIONS:
         raise ModelError(
             f"The model's activation is {activation!r}; supported: {', '.join(ACTIVATIONS)}.",
@@ -165,7 +173,7 @@ def read_config(
         max_length=most,
         layers=read_layers(fields, row, count, head, length(most)),
         epsilon=fields.number(
-            "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"
+            "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"
         ),
         activation=ACTIVATIONS[activation],
         biases=frozenset(biases),
@@ -180,21 +188,24 @@ def read_config(
 def read_layers(
     fields: Fields, row: ModelRow, count: int, head: int, length: int
 ) -> tuple[LayerConfig, ...]:
-    """Read windows and rotary positions of all layers."""
+    """Read windows, rotary positions and mixers of all layers."""
     window = fields.integer("sliding_window", default=0)
     if not fields.flag("use_sliding_window", default=True):
         window = 0
     types = fields.items(count, "layer_types")
     if types is None:
-        types = row.windows(fields, count) if window else list_types(0, count)
+        types = row.types(fields, count) if window or row.mixers else list_types(0, count)
     turned = row.turned(fields, types, window)
     layers = []
     rotaries: dict[str, Rotary] = {}
     for kind, is_turned in zip(types, turned, strict=True):
+        if kind in row.mixers:
+            layers.append(LayerConfig(mixer=row.mixers[kind](fields)))
+            continue
         if kind not in LAYER_TYPES:
             raise ModelError(
                 f"The model has layers of type {str(kind)[:60]!r}; supported: "
-                f"{', '.join(LAYER_TYPES)}.",
+                f"{', '.join([*LAYER_TYPES, *row.mixers])}.",
                 code="RQ202",
             )
         if kind not in rotaries:
@@ -475,6 +486,56 @@ def adjust_olmoe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
     return replace(add_experts(config, experts), has_row_norms=True)
 
 
+def adjust_lfm2(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    """Old files have other names. The size that they give is made smaller by two thirds, then by a
+    factor, and then up to a multiple.
+    """
+    hidden = fields.integer("block_ff_dim", default=config.hidden)
+    if fields.flag("block_auto_adjust_ff_dim"):
+        multiple = fields.integer("block_multiple_of")
+        if multiple < 1:
+            raise fields.refuse(("block_multiple_of",), multiple, "an integer from 1 on")
+        factor = fields.number("block_ffn_dim_multiplier", default=1.0)
+        hidden = multiple * -(-int(factor * int(2 * hidden / 3)) // multiple)
+    return replace(adjust_short_convolutions(fields, config), hidden=hidden)
+
+
+def adjust_short_convolutions(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    parts = ("conv", "conv_in", "conv_out")
+    return replace(
+        config,
+        has_head_norms=True,
+        biases=frozenset(parts if fields.flag("conv_bias") else ()),
+        is_tied=fields.flag("tie_embedding", default=config.is_tied),
+    )
+
+
+def adjust_lfm2_moe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    experts = ExpertConfig(
+        count_experts(fields),
+        fields.integer("num_experts_per_tok"),
+        fields.integer("moe_intermediate_size"),
+        is_normalized=fields.flag("norm_topk_prob"),
+        is_sigmoid=True,
+        has_choice=fields.flag("use_expert_bias"),
+        sum_shift=1e-6,
+        scale=fields.number("routed_scaling_factor"),
+    )
+    dense = fields.integer("num_dense_layers")
+    config = add_experts(config, experts, lambda i: i < dense)
+    return adjust_short_convolutions(fields, config)
+
+
+def read_short_convolution(fields: Fields) -> Mixer:
+    return ShortConvolution(fields.integer("conv_L_cache"))
+
+
+def list_attention(fields: Fields, count: int) -> list[str]:
+    """Convolutions in all layers but those of a list."""
+    found = fields.items(None, "full_attn_idxs")
+    return ["full_attention" if found is None or i in found else "conv" for i in range(count)]
+
+
 def adjust_gpt_oss(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
     experts = ExpertConfig(
         count_experts(fields),
@@ -574,6 +635,29 @@ GPT_OSS = make_names(
     renamed={".self_attn.sinks": ".self_attn.sinks.weight"},
     has_turned_stacks=True,
     is_alternating=True,
+)
+LFM2 = make_names(
+    {
+        "attention_norm": "model.layers.{}.operator_norm",
+        "q_norm": "model.layers.{}.self_attn.q_layernorm",
+        "k_norm": "model.layers.{}.self_attn.k_layernorm",
+        "out": "model.layers.{}.self_attn.out_proj",
+        "conv": "model.layers.{}.conv.conv",
+        "conv_in": "model.layers.{}.conv.in_proj",
+        "conv_out": "model.layers.{}.conv.out_proj",
+        "ffn_norm": "model.layers.{}.ffn_norm",
+        "final_norm": "model.embedding_norm",
+        "router": "model.layers.{}.mlp.gate",
+        "choice": "model.layers.{}.mlp.choice",
+    },
+    experts=MLP_EXPERTS,
+    renamed={
+        ".feed_forward.": ".mlp.",
+        ".w1.weight": ".gate_proj.weight",
+        ".w2.weight": ".down_proj.weight",
+        ".w3.weight": ".up_proj.weight",
+        ".mlp.expert_bias": ".mlp.choice.bias",
+    },
 )
 PHI3 = make_names(
     {"qkv": "model.layers.{}.self_attn.qkv_proj", "gate_up": "model.layers.{}.mlp.gate_up_proj"}
@@ -711,6 +795,20 @@ OLMOE_SETTINGS = {
 GRANITE_MOE_SETTINGS = {
     **SILU, "attention_bias": False, "num_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
+LFM2_MIXED = {
+    **SHARED, "rope_theta": 1e6, "norm_eps": 1e-5, "tie_word_embeddings": True,
+    "tie_embedding": None, "layer_types": None, "conv_bias": False, "conv_L_cache": 3,
+}  # fmt: skip
+LFM2_SETTINGS = {
+    **LFM2_MIXED, "full_attn_idxs": None, "block_ff_dim": None, "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
+}  # fmt: skip
+LFM2_MOE_SETTINGS = {
+    **LFM2_MIXED, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792,
+    "num_dense_layers": 2, "use_expert_bias": True, "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+}  # fmt: skip
+SHORT_CONVOLUTION: dict[str, ReadMixer] = {"conv": read_short_convolution}
 GPT_OSS_SETTINGS = {
     **SILU, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128,
     "layer_types": None, "attention_bias": True, "num_experts": 128, "num_experts_per_tok": 4,
@@ -739,9 +837,9 @@ GEMMA3_SIZES = {
 #: "model_type" in config.json -> architecture.
 ARCHITECTURES: dict[str, ModelRow] = {
     "llama": ModelRow(LLAMA, {**SILU, **BIASES}, sizes=LLAMA_SIZES),
-    "smollm3": ModelRow(LLAMA, SMOLLM3_SETTINGS, windows=list_unturned),
-    "mistral": ModelRow(LLAMA, ALL_LAYERS, windows=in_pattern(1)),
-    "ministral": ModelRow(LLAMA, {**ALL_LAYERS, "layer_types": None}, windows=in_pattern(1)),
+    "smollm3": ModelRow(LLAMA, SMOLLM3_SETTINGS, types=list_unturned),
+    "mistral": ModelRow(LLAMA, ALL_LAYERS, types=in_pattern(1)),
+    "ministral": ModelRow(LLAMA, {**ALL_LAYERS, "layer_types": None}, types=in_pattern(1)),
     "qwen2": ModelRow(LLAMA, LATE_LAYERS, adjust_qwen2, list_late),
     "qwen3": ModelRow(LLAMA, {**LATE_LAYERS, "attention_bias": False}, adjust_qwen3, list_late),
     "granite": ModelRow(LLAMA, {**SILU, **BIASES}, adjust_granite),
@@ -756,8 +854,14 @@ ARCHITECTURES: dict[str, ModelRow] = {
     "gpt_oss": ModelRow(
         GPT_OSS, GPT_OSS_SETTINGS, adjust_gpt_oss, in_pattern(2), rotary=GPT_OSS_ROTARY
     ),
+    "lfm2": ModelRow(
+        LFM2, LFM2_SETTINGS, adjust_lfm2, list_attention, mixers=SHORT_CONVOLUTION
+    ),
+    "lfm2_moe": ModelRow(
+        LFM2, LFM2_MOE_SETTINGS, adjust_lfm2_moe, mixers=SHORT_CONVOLUTION
+    ),
     "phi": ModelRow(PHI, PHI_SETTINGS, adjust_phi, refused=("qk_layernorm",)),
-    "phi3": ModelRow(PHI3, PHI3_SETTINGS, windows=in_pattern(1)),
+    "phi3": ModelRow(PHI3, PHI3_SETTINGS, types=in_pattern(1)),
     "gemma": ModelRow(LLAMA, GEMMA1_SETTINGS, adjust_gemma, refused=BOTH_WAYS),
     "gemma2": ModelRow(
         GEMMA2, GEMMA2_SETTINGS, adjust_gemma2, in_pattern(2), BOTH_WAYS

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from relayquant.errors import ModelError, format_count
+from relayquant.formats.readers.causal_lm.mixers import Mixer
 
 #: Most layers and most elements along an axis that are believed of a file.
 MOST_LAYERS, MOST_SIZE = 4096, 1 << 31
@@ -49,7 +50,8 @@ class Rotary:
 class ExpertConfig:
     """A mixture of experts, instead of one feed-forward network.
 
-    The experts of a row h are those with the largest shares p = softmax(router(h)):
+    The experts of a row h are those with the largest shares p = softmax(router(h)), or p =
+    sigmoid(router(h)). With a choice, they are those with the largest p + choice:
 
         sum over the chosen e of p[e] * down_e(activation(gate_e(h)) * up_e(h))
 
@@ -62,6 +64,10 @@ class ExpertConfig:
         count, chosen, hidden: Number of experts, of those that a row chooses, and of elements
             inside each.
         is_normalized: Whether the shares of the chosen are divided by their sum.
+        is_sigmoid, has_choice: Whether shares are sigmoids, and whether a learned number for each
+            expert is added to choose.
+        sum_shift: What is added to the sum before shares are divided by it.
+        scale: Factor of the shares.
         shared: Elements inside a network that every row has in addition. 0: there is none.
         has_share: Whether its result is multiplied by sigmoid(share(h)).
         limit, slope: Bound l and slope a. 0: there is no bound.
@@ -75,6 +81,10 @@ class ExpertConfig:
     has_share: bool = False
     limit: float = 0.0
     slope: float = 1.702
+    is_sigmoid: bool = False
+    has_choice: bool = False
+    sum_shift: float = 0.0
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.chosen <= self.count < MOST_SIZE:
@@ -83,10 +93,12 @@ class ExpertConfig:
                 f"{format_count(self.count, 'expert')}; allowed: 1 to all of them.",
                 code="RQ204",
             )
-        if not (math.isfinite(self.slope) and 0 <= self.limit < math.inf):
+        numbers = (self.slope, self.scale, self.sum_shift)
+        if not (all(map(math.isfinite, numbers)) and 0 <= self.limit < math.inf):
             raise ModelError(
                 f"Values inside of the model's experts are limited to {self.limit} with a slope of "
-                f"{self.slope}; allowed: finite numbers, and a limit from 0 on.",
+                f"{self.slope}, and their shares have a factor of {self.scale} and a shift of "
+                f"{self.sum_shift}; allowed: finite numbers, and a limit from 0 on.",
                 code="RQ204",
             )
         sizes = (self.count * self.hidden, self.shared + 1)
@@ -106,11 +118,13 @@ class LayerConfig:
         rotary: Rotary positions. None: this layer has none.
         window: Number of latest tokens that attention sees, itself included. 0: all.
         experts: The mixture of experts. None: this layer has one feed-forward network.
+        mixer: What the layer has instead of attention. None: it has attention.
     """
 
     rotary: Rotary | None = None
     window: int = 0
     experts: ExpertConfig | None = None
+    mixer: Mixer | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +213,11 @@ class CausalLMConfig:
                 f"{MOST_LAYERS}.",
                 code="RQ204",
             )
+        if all(layer.mixer for layer in self.layers):
+            raise ModelError(
+                "No layer of the model has attention; allowed: models with one at least.",
+                code="RQ202",
+            )
         if self.heads % self.groups:
             raise ModelError(
                 f"The model has {format_count(self.heads, 'head')} and "
@@ -227,57 +246,65 @@ class CausalLMConfig:
         """Shape of every tensor: "embedding.weight", "layers.0.q.weight", ... A weight is
         (outputs, inputs).
         """
-        heads, groups = self.heads * self.head_width, self.groups * self.head_width
-        products = {
-            "q": (heads, self.width),
-            "k": (groups, self.width),
-            "v": (groups, self.width),
-            "out": (self.width, heads),
-            "up": (self.hidden, self.width),
-            "down": (self.width, self.hidden),
-        }
-        norms: dict[str, int] = {}
-        if self.is_gated:
-            products["gate"] = (self.hidden, self.width)
-        if self.has_pre_norms:
-            norms["attention_norm"] = self.width
-            if not self.is_parallel:
-                norms["ffn_norm"] = self.width
-        if self.has_head_norms:
-            norms |= {"q_norm": self.head_width, "k_norm": self.head_width}
-        if self.has_row_norms:
-            norms |= {"q_norm": heads, "k_norm": groups}
-        if self.has_post_norms:
-            norms |= {"post_attention_norm": self.width, "post_ffn_norm": self.width}
         found: dict[str, tuple[int, ...]] = {"embedding.weight": (self.vocabulary, self.width)}
         if self.has_positions:
             found["positions.weight"] = (self.max_length, self.width)
 
-        def add_product(name: str, kind: str, shape: tuple[int, int]) -> None:
+        def add(name: str, kind: str, shape: tuple[int, ...]) -> None:
             found[f"{name}.weight"] = shape
-            if kind in self.biases:
+            is_norm = self.norm is NormKind.LAYER and self.has_norm_biases and kind == "norm"
+            if is_norm or kind in self.biases:
                 found[f"{name}.bias"] = shape[:1]
 
-        def add_norm(name: str, size: int) -> None:
-            found[f"{name}.weight"] = (size,)
-            if self.norm is NormKind.LAYER and self.has_norm_biases:
-                found[f"{name}.bias"] = (size,)
-
         for i, layer in enumerate(self.layers):
-            own = products
-            if layer.experts is not None:
-                own = {kind: products[kind] for kind in ("q", "k", "v", "out")}
-                own |= self.list_experts(layer.experts)
-            for kind, shape in own.items():
-                add_product(f"layers.{i}.{kind}", kind, shape)
-            for kind, size in norms.items():
-                add_norm(f"layers.{i}.{kind}", size)
-            if self.has_sinks:
+            for kind, shape in self.list_products(layer).items():
+                add(f"layers.{i}.{kind}", kind, shape)
+            for kind, size in self.list_norms(layer).items():
+                add(f"layers.{i}.{kind}", "norm", (size,))
+            if layer.mixer is not None:
+                for kind, shape in layer.mixer.list_constants(self.width).items():
+                    add(f"layers.{i}.{kind}", kind, shape)
+            elif self.has_sinks:
                 found[f"layers.{i}.sinks.weight"] = (self.heads,)
-        add_norm("final_norm", self.width)
+            if layer.experts is not None and layer.experts.has_choice:
+                found[f"layers.{i}.choice.bias"] = (layer.experts.count,)
+        add("final_norm", "norm", (self.width,))
         if not self.is_tied:
-            add_product("classifier", "classifier", (self.vocabulary, self.width))
+            add("classifier", "classifier", (self.vocabulary, self.width))
         return found
+
+    def list_products(self, layer: LayerConfig) -> dict[str, tuple[int, int]]:
+        """Return part -> (outputs, inputs) of a layer's matrices."""
+        if layer.mixer is not None:
+            found = dict(layer.mixer.list_products(self.width))
+        else:
+            heads, groups = self.heads * self.head_width, self.groups * self.head_width
+            found = {
+                "q": (heads, self.width),
+                "k": (groups, self.width),
+                "v": (groups, self.width),
+                "out": (self.width, heads),
+            }
+        if layer.experts is not None:
+            return found | self.list_experts(layer.experts)
+        found |= {"up": (self.hidden, self.width), "down": (self.width, self.hidden)}
+        return found | ({"gate": (self.hidden, self.width)} if self.is_gated else {})
+
+    def list_norms(self, layer: LayerConfig) -> dict[str, int]:
+        """Return name -> size of a layer's norms."""
+        norms: dict[str, int] = {}
+        if self.has_pre_norms:
+            norms["attention_norm"] = self.width
+            if not self.is_parallel:
+                norms["ffn_norm"] = self.width
+        if layer.mixer is None and self.has_head_norms:
+            norms |= {"q_norm": self.head_width, "k_norm": self.head_width}
+        if layer.mixer is None and self.has_row_norms:
+            sizes = {"q_norm": self.heads, "k_norm": self.groups}
+            norms |= {name: count * self.head_width for name, count in sizes.items()}
+        if self.has_post_norms:
+            norms |= {"post_attention_norm": self.width, "post_ffn_norm": self.width}
+        return norms
 
     def list_experts(self, experts: ExpertConfig) -> dict[str, tuple[int, int]]:
         """Return the shapes of a layer's experts. Those of all are one matrix, expert by expert."""

@@ -7,7 +7,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and names of tensors 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from relayquant.formats.readers.causal_lm.config import (
     NormKind,
 )
 from relayquant.formats.readers.causal_lm.fields import Fields
+from relayquant.formats.readers.causal_lm.mixers import Mixer, ShortConvolution
 from relayquant.formats.readers.causal_lm.names import TensorNames
 from relayquant.formats.readers.causal_lm.rotary import make_rotary
 from relayquant.formats.readers.causal_lm.tensors import FLOATS, StoredTensor, Weight
@@ -67,7 +68,11 @@ NAMES: dict[str, str] = {
     "shared_up": "blk.{}.ffn_up_shexp",
     "shared_down": "blk.{}.ffn_down_shexp",
     "share": "blk.{}.ffn_gate_inp_shexp",
+    "choice": "blk.{}.exp_probs_b",
     "sinks": "blk.{}.attn_sinks",
+    "conv": "blk.{}.shortconv.conv",
+    "conv_in": "blk.{}.shortconv.in_proj",
+    "conv_out": "blk.{}.shortconv.out_proj",
     "classifier": "output",
 }
 EXPERTS: dict[str, tuple[str, ...]] = {
@@ -93,6 +98,11 @@ PLAIN = TensorNames(NAMES, EXPERTS, unread=UNREAD)
 PAIRED = replace(PLAIN, is_paired=True)
 
 
+#: "expert_gating_func" -> whether shares are sigmoids. 0: as the architecture has it.
+SOFTMAX = {0: False, 1: False}
+SOFTMAX_OR_SIGMOID = {1: False, 2: True}
+
+
 @dataclass(frozen=True)
 class GgufModelRow:
     """An architecture of llama.cpp.
@@ -108,6 +118,9 @@ class GgufModelRow:
         is_normalized: Whether shares of chosen experts are divided by their sum, if metadata does
             not say so.
         limit: Bound of values inside of experts, see `ExpertConfig`.
+        router: Values of "expert_gating_func" that it reads -> whether shares are sigmoids.
+        sum_shift: See `ExpertConfig`.
+        mixers: (metadata, number of layers) -> what each layer has instead of attention.
         adjust: What depends on other metadata.
     """
 
@@ -119,6 +132,9 @@ class GgufModelRow:
     turned: ListTurned = TURN_ALL
     is_normalized: bool = True
     limit: float = 0.0
+    router: Mapping[int, bool] = field(default_factory=lambda: SOFTMAX)
+    sum_shift: float = 0.0
+    mixers: Callable[[Fields, int], Sequence[Mixer | None]] = lambda _fields, count: [None] * count
     adjust: Callable[[Fields, CausalLMConfig], CausalLMConfig] = lambda _fields, config: config
 
 
@@ -171,7 +187,7 @@ def read_gguf_config(
         width=width,
         hidden=fields.integer("feed_forward_length"),
         heads=heads,
-        groups=fields.integer("attention.head_count_kv", default=heads),
+        groups=count_groups(fields, heads),
         head_width=head,
         max_length=most,
         layers=read_gguf_layers(fields, row, count, head, length(most), tensors),
@@ -188,9 +204,36 @@ def read_gguf_config(
     return row.adjust(fields, config), row.names
 
 
+def list_groups(fields: Fields, count: int | None = None) -> list[int]:
+    """Return the heads of keys and values of each layer, if metadata has them by layer, else [].
+
+    Raises:
+        ModelError: there are other values, or fewer than `count`.
+    """
+    value = fields.get("attention.head_count_kv")
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(value, list):
+        return []
+    is_right = all(isinstance(each, int) for each in value) and len({*value} - {0}) == 1
+    if not is_right or len(value) < (count or 0):
+        raise fields.refuse(
+            ("attention.head_count_kv",), value, "one number for each layer, 0 or always the same"
+        )
+    return value
+
+
+def count_groups(fields: Fields, heads: int) -> int:
+    """Return the heads of keys and values of the layers that have any."""
+    values = list_groups(fields)
+    return max(values) if values else fields.integer("attention.head_count_kv", default=heads)
+
+
 def find_biases(tensors: Container[str]) -> frozenset[str]:
     """Return the products with a bias, as the first layer has them."""
-    parts = ("q", "k", "v", "out", "gate", "up", "down", "classifier", "router")
+    parts = (
+        "q", "k", "v", "out", "gate", "up", "down", "classifier", "router",
+        "conv", "conv_in", "conv_out",
+    )  # fmt: skip
     found = {part for part in parts if f"{NAMES[part].format(0)}.bias" in tensors}
     if "blk.0.attn_qkv.bias" in tensors:
         found |= {"q", "k", "v"}
@@ -205,12 +248,20 @@ def add_gguf_experts(
     count = fields.integer("expert_count", default=0)
     if not count:
         return config
-    for name in ("expert_group_count", "expert_gating_func", "expert_weights_scale"):
+    for name in ("expert_group_count", "expert_weights_scale"):
         value = fields.get(name)
-        # 1: softmax. 0: as the architecture has it.
         if value not in (None, 0, 1):
             raise fields.refuse((name,), value, "0 or 1. Other routers are not supported")
+    gate = fields.integer("expert_gating_func", default=min(row.router))
+    if gate not in row.router:
+        allowed = " or ".join(map(str, row.router))
+        raise fields.refuse(
+            ("expert_gating_func",), gate, f"{allowed}. Other routers are not supported"
+        )
     inner = fields.integer("expert_feed_forward_length", default=config.hidden)
+    layers = [
+        i for i in range(len(config.layers)) if f"{NAMES['router'].format(i)}.weight" in tensors
+    ]
     shared = tensors.get(f"{NAMES['shared_up'].format(0)}.weight")
     experts = ExpertConfig(
         count,
@@ -220,10 +271,11 @@ def add_gguf_experts(
         shared=0 if shared is None or not shared.shape else shared.shape[0],
         has_share=f"{NAMES['share'].format(0)}.weight" in tensors,
         limit=row.limit,
+        is_sigmoid=row.router[gate],
+        has_choice=any(f"{NAMES['choice'].format(i)}.bias" in tensors for i in layers),
+        sum_shift=row.sum_shift,
     )
-    return add_experts(
-        config, experts, lambda i: f"{NAMES['router'].format(i)}.weight" not in tensors
-    )
+    return add_experts(config, experts, lambda i: i not in layers)
 
 
 def check_scaling(metadata: Mapping[str, object], prefix: str) -> None:
@@ -245,7 +297,7 @@ def read_gguf_layers(
     length: int,
     tensors: Mapping[str, StoredTensor],
 ) -> tuple[LayerConfig, ...]:
-    """Read windows and rotary positions of all layers."""
+    """Read windows, rotary positions and mixers of all layers."""
     window = fields.integer("attention.sliding_window", default=0) if row.pattern else 0
     size = fields.integer("rope.dimension_count", default=head)
     base = fields.number("rope.freq_base", default=10000.0)
@@ -286,12 +338,15 @@ def read_gguf_layers(
     pattern = pattern.tolist() if isinstance(pattern, np.ndarray) else pattern
     if window and pattern not in (None, row.pattern, is_windowed):
         raise fields.refuse(("attention.sliding_window_pattern",), pattern, str(row.pattern))
+    turned, mixers = row.turned(fields, types, window), row.mixers(fields, count)
     return tuple(
         LayerConfig(
             (local if windowed else rotary) if is_turned else None,
             window if windowed else 0,
         )
-        for windowed, is_turned in zip(is_windowed, row.turned(fields, types, window), strict=True)
+        if mixer is None
+        else LayerConfig(mixer=mixer)
+        for windowed, is_turned, mixer in zip(is_windowed, turned, mixers, strict=True)
     )
 
 
@@ -377,11 +432,19 @@ def adjust_gguf_cohere(fields: Fields, config: CausalLMConfig) -> CausalLMConfig
     return replace(config, score_scale=fields.number("logit_scale", default=1.0))
 
 
+def list_convolutions(fields: Fields, count: int) -> list[Mixer | None]:
+    """Convolutions in layers without heads of keys and values."""
+    convolution = ShortConvolution(fields.integer("shortconv.l_cache"))
+    groups = list_groups(fields, count) or [1] * count
+    return [None if each else convolution for each in groups[:count]]
+
+
 GELU = {"activation": HiddenFunction.GELU_TANH}
 #: Layer norms and a feed-forward network without a gate.
 LAYER_NORMS = {**GELU, "norm": NormKind.LAYER, "is_gated": False}
 GEMMA2 = {**GELU, "has_post_norms": True}
 POST_NORMS = {"has_pre_norms": False, "has_post_norms": True}
+LFM2 = replace(PLAIN, names={**NAMES, "final_norm": "token_embd_norm"})
 COHERE = {"norm": NormKind.LAYER, "has_norm_biases": False, "is_parallel": True}
 
 #: "general.architecture" -> architecture.
@@ -400,6 +463,14 @@ GGUF_ARCHITECTURES: dict[str, GgufModelRow] = {
         changes={"has_sinks": True},
         pattern=2,
         limit=7.0,
+    ),
+    "lfm2": GgufModelRow(LFM2, changes={"has_head_norms": True}, mixers=list_convolutions),
+    "lfm2moe": GgufModelRow(
+        LFM2,
+        changes={"has_head_norms": True},
+        router=SOFTMAX_OR_SIGMOID,
+        sum_shift=1e-6,
+        mixers=list_convolutions,
     ),
     "phi2": GgufModelRow(changes={**LAYER_NORMS, "is_parallel": True}),
     "phi3": GgufModelRow(replace(PLAIN, names={**NAMES, "gate_up": "blk.{}.ffn_up"}), pattern=1),

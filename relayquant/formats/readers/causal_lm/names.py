@@ -53,6 +53,8 @@ class TensorNames:
     is_paired: bool = False
 
 
+#: Weights of one output, or of convolutions: sources have axes of size 1 there, or have not.
+ONES = ("share", "conv")
 #: Matrices that every source stores as (vocabulary or positions, width).
 TABLES = ("embedding", "positions", "classifier")
 
@@ -104,8 +106,8 @@ def translate_tensors(
         used.add(source)
         tensor = tensors[source]
         check_readable(source, tensor)
-        if part == "share" and tensor.shape == shape[1:]:  # GGUF has it without its outputs
-            tensor = replace(tensor, shape=shape, read=partial(add_axis, tensor))
+        if part in ONES and drop_ones(tensor.shape) == drop_ones(shape):
+            tensor = replace(tensor, shape=shape, read=partial(reshape, tensor, shape))
         is_matrix = len(shape) == 2
         if names.is_transposed and is_matrix and part not in TABLES:
             tensor = tensor.transpose()
@@ -159,8 +161,12 @@ def check_shape(source: str, tensor: StoredTensor, shape: tuple[int, ...]) -> No
         )
 
 
-def add_axis(tensor: StoredTensor) -> np.ndarray:
-    return tensor.read_floats()[None]
+def drop_ones(shape: tuple[int, ...]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def reshape(tensor: StoredTensor, shape: tuple[int, ...]) -> np.ndarray:
+    return tensor.read_floats().reshape(shape)
 
 
 def find_experts(

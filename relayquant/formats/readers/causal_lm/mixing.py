@@ -1,0 +1,143 @@
+"""What mixes the rows of a sequence: attention, and layers with a state of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from relayquant.formats.readers.causal_lm.config import LayerConfig
+from relayquant.formats.readers.causal_lm.mixers import ShortConvolution
+from relayquant.formats.readers.causal_lm.parts import FunctionParts, number
+from relayquant.ir.dialect import qnn
+
+Expr = relax.Expr
+
+
+def mix_rows(parts: FunctionParts, name: str, i: int, layer: LayerConfig, h: Expr) -> Expr:
+    """Return what a layer computes of rows h (B, rows, width) and of those before, the same shape.
+    The layer's state is replaced.
+    """
+    if layer.mixer is None:
+        return attend(parts, name, i, layer, h)
+    return MIXERS[type(layer.mixer)](parts, name, i, layer.mixer, h)
+
+
+# --- Attention ----------------------------------------------------------------------------------
+
+
+def attend(parts: FunctionParts, name: str, i: int, layer: LayerConfig, h: Expr) -> Expr:
+    """Return the attention over the cache, after new keys and values are written to it."""
+    config = parts.config
+    found = parts.multiply(f"{name}.q", h)
+    if config.has_row_norms:
+        found |= {part: parts.normalize(f"{name}.{part}_norm", found[part]) for part in "qk"}
+    heads = {
+        part: parts.emit(
+            relax.op.reshape(
+                found[part],
+                (
+                    parts.sequences,
+                    parts.rows,
+                    config.heads if part == "q" else config.groups,
+                    config.head_width,
+                ),
+            ),
+            f"{name}.{part}.heads",
+        )
+        for part in ("q", "k", "v")
+    }
+    for part in ("q", "k"):
+        if config.has_head_norms:
+            heads[part] = parts.normalize(f"{name}.{part}_norm", heads[part])
+        if layer.rotary is not None:
+            angles = parts.network.angles[layer.rotary]
+            turned = qnn.rotate(heads[part], *angles, parts.positions)
+            heads[part] = parts.emit(turned, f"{name}.{part}.turned")
+    cached = [
+        operand
+        for part, kind in (("k", "keys"), ("v", "values"))
+        for operand in update_cache(parts, f"{kind}.{i}", heads[part])
+    ]
+    window = layer.window if layer.window < parts.network.length else 0
+    sinks = parts.network.constants.get(f"{name}.sinks.weight")
+    attended = parts.emit(
+        qnn.cached_attention(
+            heads["q"], *cached, parts.positions, config.query_scale, window,
+            config.attention_cap, () if sinks is None else sinks.value.numpy().tolist(),
+        ),
+        f"{name}.attention",
+    )  # fmt: skip
+    width = config.heads * config.head_width
+    flat = relax.op.reshape(attended, (parts.sequences, parts.rows, width))
+    return parts.multiply(f"{name}.out", parts.emit(flat, f"{name}.seen"))["out"]
+
+
+def update_cache(parts: FunctionParts, name: str, rows: Expr) -> tuple[Expr, Expr]:
+    """Write rows (B, rows, groups, head) to the cache. Returns the cache and its scales."""
+    values: dict[str, Expr] = {name: rows}
+    if parts.network.options.cache == "int8":
+        pair = parts.emit(qnn.quantize_rows(rows), f"{name}.rows")
+        values = {name: parts.emit(pair[0], f"{name}.rows.q")}
+        values[f"{name}.scale"] = parts.emit(pair[1], f"{name}.rows.scale")
+    for slot, value in values.items():
+        updated = qnn.update_cache(parts.state[slot], value, parts.positions)
+        parts.state[slot] = parts.emit(updated, f"{slot}.next")
+    return parts.state[name], parts.state.get(f"{name}.scale", number(1.0))
+
+
+# --- State that is replaced ---------------------------------------------------------------------
+
+
+def mix_by_convolution(
+    parts: FunctionParts, name: str, i: int, mixer: ShortConvolution, h: Expr
+) -> Expr:
+    """Return out(b * convolution(a * c)) with a, b, c = in(h)."""
+    split = parts.emit(
+        relax.op.split(parts.multiply(f"{name}.conv_in", h)["conv_in"], 3, -1), f"{name}.gates"
+    )
+    a, b, c = (parts.emit(split[at], f"{name}.gates.{at}") for at in range(3))
+    rows = parts.emit(relax.op.multiply(a, c), f"{name}.rows")
+    seen = convolve(parts, f"{name}.conv", f"rows.{i}", rows)
+    gated = parts.emit(relax.op.multiply(b, seen), f"{name}.conv.gated")
+    return parts.multiply(f"{name}.conv_out", gated)["conv_out"]
+
+
+def convolve(parts: FunctionParts, name: str, slot: str, x: Expr) -> Expr:
+    """Return sum over k of w[:, k] * x[t - K + 1 + k] for rows x (B, rows, C), of which the state
+    has the K - 1 last ones, (B, K - 1, C).
+    """
+    weight = parts.network.constants[f"{name}.weight"].value.numpy()
+    kernel = weight.shape[1]
+    before = parts.emit(forget(parts, parts.state[slot]), f"{slot}.kept")
+    rows = parts.emit(relax.op.concat([before, x], 1), f"{slot}.all")
+    products: list[Expr] = []
+    for k in range(kernel):
+        own = parts.emit(relax.op.strided_slice(rows, [1], [k], [parts.rows + k]), f"{name}.{k}")
+        product = relax.op.multiply(own, relax.const(weight[:, k]))
+        products.append(parts.emit(product, f"{name}.{k}.product"))
+    total = products[0]
+    for k, product in enumerate(products[1:], 1):
+        total = parts.emit(relax.op.add(total, product), f"{name}.{k}.sum")
+    at = relax.op.expand_dims(parts.counts, 1)
+    at = relax.op.add(at, relax.const(np.arange(kernel - 1)[None], "int64"))
+    at = parts.emit(relax.op.expand_dims(parts.emit(at, f"{slot}.last"), -1), f"{slot}.at")
+    parts.state[slot] = parts.emit(relax.op.gather_nd(rows, at, batch_dims=1), f"{slot}.next")
+    bias = parts.network.constants.get(f"{name}.bias")
+    return total if bias is None else parts.emit(relax.op.add(total, bias), f"{name}.biased")
+
+
+def forget(parts: FunctionParts, state: Expr) -> Expr:
+    """Return the state of sequences that go on, and zeros for those that begin at position 0."""
+    shape = (parts.sequences, *[1] * (len(state.ty.shape) - 1))
+    goes_on = parts.emit(relax.op.greater(parts.positions, relax.const(0, "int32")), "goes_on")
+    goes_on = parts.emit(relax.op.reshape(goes_on, shape), "goes_on.each")
+    return relax.op.where(goes_on, state, number(0.0))
+
+
+#: Kind of a mixer -> (parts, name and number of the layer, mixer, rows) -> what it computes.
+MIXERS: dict[type, Callable[[FunctionParts, str, int, Any, Expr], Expr]] = {
+    ShortConvolution: mix_by_convolution,
+}
