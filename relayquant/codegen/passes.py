@@ -31,7 +31,7 @@ from relayquant.codegen.rewrites.transposed_sequences import lay_sequences
 from relayquant.codegen.rewrites.type_promotion import widen_types
 from relayquant.codegen.rewrites.zero_point_correction import subtract_zero_points
 from relayquant.codegen.schedule.flat_positions import create_flattening_pass
-from relayquant.codegen.schedule.fusion import KEEP_APART
+from relayquant.codegen.schedule.fusion import KEEP_APART, SIZES_FIRST
 from relayquant.codegen.schedule.memory import PLAN_MEMORY
 from relayquant.codegen.schedule.reduction_init import create_reduction_init_pass
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
@@ -109,6 +109,7 @@ def make_lowering(target: Target, check_shapes: tvm.transform.Pass) -> tvm.trans
             KEEP_APART,
             relax.transform.FuseOps(),
             beside_casts(relax.transform.FuseTIR()),
+            SIZES_FIRST,
             create_schedule_pass(target),
             create_reduction_init_pass(),
             create_math_pass(target),

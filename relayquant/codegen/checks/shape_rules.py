@@ -168,19 +168,26 @@ def match_inner(shapes: Shapes) -> Iterator[Any]:
 
 
 def match_rows(shapes: Shapes) -> Iterator[Any]:
-    """A product of (..., M, K) and (..., N, K) sums over K. A matrix fits any number of others."""
-    left, right, *_ = shapes.operands
+    """A product of (..., M, K) and (..., N, K) sums over K. A matrix fits any number of others.
+    Vectors have N.
+    """
+    left, right, *vectors = shapes.operands
     yield tirx.EQ(left[-1], right[-1])
     yield from match_axes(right[:-2], left[:-2])
+    yield from match_vectors(vectors, right[-2])
 
 
 def match_channels(shapes: Shapes, *, is_transposed: bool) -> Iterator[Any]:
-    """A convolution's weight has the channels of the data, or of a group."""
-    attrs, (data, weight, *_) = shapes.attrs, shapes.operands
+    """A convolution's weight has the channels of the data, or of a group. Vectors have the
+    channels of the result.
+    """
+    attrs, (data, weight, *vectors) = shapes.attrs, shapes.operands
     layouts = str(attrs.data_layout), str(attrs.kernel_layout)
     if "".join(layouts).isupper():  # not packed
         groups = 1 if is_transposed else int(attrs.groups)
         yield tirx.EQ(data[layouts[0].index("C")], weight[layouts[1].index("I")] * groups)
+        if vectors and shapes.result is not None:
+            yield from match_vectors(vectors, shapes.result[layouts[0].index("C")])
     yield from have_windows(shapes)
 
 
@@ -209,7 +216,21 @@ def match_keys(shapes: Shapes) -> Iterator[Any]:
 def match_parameters(name: str, shapes: Shapes) -> Iterator[Any]:
     """Vectors have the size of the axis that an attribute names."""
     data, *vectors = shapes.operands
-    size = data[int(getattr(shapes.attrs, name))]
+    return match_vectors(vectors, data[int(getattr(shapes.attrs, name))] if data else 1)
+
+
+def match_pair(shapes: Shapes) -> Iterator[Any]:
+    """Scales and zero points of two operands have the size of their axis."""
+    left, right, *parameters = shapes.operands
+    for data, name, vectors in (
+        (left, "lhs_axis", parameters[:2]),
+        (right, "rhs_axis", parameters[2:4]),
+    ):
+        yield from match_vectors(vectors, data[int(getattr(shapes.attrs, name))] if data else 1)
+
+
+def match_vectors(vectors: Iterable[Shape], size: Any) -> Iterator[Any]:
+    """Vectors have one value, or this many."""
     for vector in vectors:
         yield from match_axes(vector, (size,))
 
@@ -358,7 +379,17 @@ RULES = {
     "relax.einsum": ShapeRule(match_letters, describe_operands),
     "relax.nn.attention": ShapeRule(match_keys, describe_operands),
     "relax.nn.attention_bias": ShapeRule(match_keys, describe_operands),
-    "relax.nn.prelu": ShapeRule(partial(match_parameters, "axis"), describe_operands),
+    **dict.fromkeys(
+        [
+            "relax.nn.prelu",
+            *(f"relax.qnn.{kind}" for kind in ("prelu", "quantize", "dequantize", "requantize")),
+        ],
+        ShapeRule(partial(match_parameters, "axis"), describe_operands),
+    ),
+    **dict.fromkeys(
+        ("relax.qnn.add", "relax.qnn.subtract", "relax.qnn.mul"),
+        ShapeRule(match_pair, describe_operands),
+    ),
     **{
         f"relax.nn.{kind}_norm": ShapeRule(
             partial(match_parameters, "channel_axis"), describe_operands

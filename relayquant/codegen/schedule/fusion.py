@@ -1,4 +1,6 @@
-"""Legalized module -> the same module, where calls that have to stay apart are not fused."""
+"""Legalized module -> the same module, where calls that have to stay apart are not fused, and fused
+module -> the same module, where sizes come before what has them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from tvm.relax.analysis import tir_vars_in_type
 
 from relayquant.codegen.lowering.engine import mark_opaque
 from relayquant.ir.dialect.loops import INJECTIVE, OPAQUE
-from relayquant.ir.rewrite.expressions import list_bindings
-from relayquant.ir.rewrite.function import list_functions
+from relayquant.ir.rewrite.expressions import list_bindings, list_reads
+from relayquant.ir.rewrite.function import list_functions, map_functions
 
 
 def keep_apart(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
@@ -35,16 +37,63 @@ def list_calls(func: relax.Function) -> Iterator[tuple[relax.Var, str, Call]]:
 def find_sized(func: relax.Function) -> Iterator[str]:
     """Calls with a size that R.match_cast defines.
 
-    They have it in their types but not among their arguments. FuseOps orders fused calls by their
-    arguments alone, so it may put one before the size is computed.
+    They have it in their types but not among their arguments. FuseOps knows arguments alone: fused
+    with a call before the size, one would come before the size is computed.
     """
+    defined = find_casts(func)
+    for result, name, call in list_calls(func) if defined else ():
+        if any(size in defined for size in list_sizes(result, call)):
+            yield name
+
+
+def find_casts(func: relax.Function) -> dict[tirx.Var, relax.MatchCast]:
+    """Return the R.match_cast that defines each size which is not one of the parameters."""
     given = {var for param in func.params for var in tir_vars_in_type(param.ty)}
     casts = [each for each in list_bindings(func) if isinstance(each, relax.MatchCast)]
-    defined = {var for cast in casts for var in tir_vars_in_type(cast.ty)} - given
-    for result, name, call in list_calls(func) if defined else ():
-        types = [result.ty, *(operand.ty for operand in call.args[1:])]
-        if any(var in defined for ty in types for var in tir_vars_in_type(ty)):
-            yield name
+    return {
+        var: cast
+        for cast in reversed(casts)
+        for var in tir_vars_in_type(cast.ty)
+        if var not in given
+    }
+
+
+def list_sizes(result: relax.Var, value: relax.Expr) -> Iterator[tirx.Var]:
+    """List the symbolic sizes in the types of a bound value and of its operands."""
+    operands = value.args if isinstance(value, Call) else ()
+    for each in (result, *operands):
+        yield from tir_vars_in_type(each.ty)
+
+
+def put_sizes_first(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+    """Put each R.match_cast that defines a size, and what it reads, before the calls that have it.
+
+    FuseOps orders calls by their arguments alone, so the cast may come last.
+    """
+    return map_functions(mod, sort_sizes)
+
+
+def sort_sizes(func: relax.Function) -> relax.Function:
+    """Put sizes first in a function of one block."""
+    casts = find_casts(func)
+    if not casts or len(func.body.blocks) > 1:
+        return func
+    bindings = {binding.var: binding for binding in list_bindings(func)}
+    placed: dict[relax.Var, relax.Binding] = {}
+
+    def place(binding: relax.Binding) -> None:
+        sizes = (casts.get(size, binding) for size in list_sizes(binding.var, binding.value))
+        for var in (*list_reads(binding.value), *(cast.var for cast in sizes)):
+            if var in bindings and var not in placed and var != binding.var:
+                place(bindings[var])
+        placed[binding.var] = binding
+
+    for binding in bindings.values():
+        if binding.var not in placed:
+            place(binding)
+    block = type(func.body.blocks[0])(list(placed.values()))
+    body = relax.SeqExpr([block], func.body.body)
+    return relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
 
 
 def find_stored(func: relax.Function) -> Iterator[str]:
@@ -98,5 +147,6 @@ def is_move(func: Any) -> bool:
     return int((func.attrs or {}).get("op_pattern", OPAQUE)) == INJECTIVE
 
 
-#: `keep_apart` as a pass.
+#: `keep_apart` and `put_sizes_first` as passes.
 KEEP_APART = tvm.transform.module_pass(keep_apart, opt_level=0, name="relayquant.keep_apart")
+SIZES_FIRST = tvm.transform.module_pass(put_sizes_first, opt_level=0, name="relayquant.sizes_first")

@@ -11,6 +11,7 @@ from tvm.script import relax as R
 
 import relayquant as rq
 from relayquant.codegen.checks.shapes import find_shape_checks
+from relayquant.ir.dialect import qnn
 
 op = relax.op
 
@@ -242,6 +243,8 @@ MATCHED = {
 
 WEIGHT = np.random.default_rng(1).standard_normal((4, 3, 3, 3)).astype("float32")
 SLOPES = np.float32([0.1, 0.5, 0.2])
+ONE, ZERO = relax.const(1.0, "float32"), relax.const(0, "int32")
+INTEGERS = WEIGHT[:, 0, 0].astype("int8")
 #: As MATCHED. What right inputs give is tested elsewhere.
 OPERATORS = {
     "conv2d": (
@@ -423,6 +426,46 @@ OPERATORS = {
         lambda x: op.argmax(x, -1),
         [(2, 1)],
         [[(2, 0)]],
+    ),
+    "quantize": (
+        [(2, "n"), ("m",)],
+        lambda x, scale: qnn.quantize(x, scale, ZERO),
+        [(2, 3), (3,)],
+        [[(2, 3), (1,)], [(2, 3), (4,)]],
+    ),
+    "dequantize": (
+        [("n", 2), ("m",)],
+        lambda x, scale: qnn.dequantize(op.astype(x, "int8"), scale, ZERO, axis=0),
+        [(3, 2), (3,)],
+        [[(3, 2), (1,)], [(3, 2), (4,)]],
+    ),
+    "requantize": (
+        [(2, 3), ("m",)],
+        lambda x, scale: qnn.requantize(op.astype(x, "int32"), scale, ZERO, ONE, ZERO),
+        [(2, 3), (3,)],
+        [[(2, 3), (2,)]],
+    ),
+    "sum of integers": (
+        [(2, "n"), ("m", 1), ("a",), ("b",)],
+        lambda x, y, first, second: qnn.add(
+            op.astype(x, "int8"), op.astype(y, "int8"), first, ZERO, second, ZERO, ONE, ZERO, 1, 0
+        ),
+        [(2, 3), (2, 1), (3,), (2,)],
+        [[(2, 3), (2, 1), (2,), (2,)], [(2, 3), (2, 1), (3,), (3,)]],
+    ),
+    "slopes of integers": (
+        [(2, 3, 2), ("m",)],
+        lambda x, slopes: qnn.prelu(op.astype(x, "int8"), ONE, ZERO, ONE, ZERO, slopes, axis=1),
+        [(2, 3, 2), (3,)],
+        [[(2, 3, 2), (2,)]],
+    ),
+    "dense of integers": (
+        [(2, 3), ("m",)],
+        lambda x, zero: qnn.dense(
+            op.astype(x, "int8"), relax.const(INTEGERS), ZERO, op.astype(zero, "int32"), ONE, ONE
+        ),
+        [(2, 3), (4,)],
+        [[(2, 3), (3,)]],
     ),
     "argmin of all": (
         [("m", "n", 2)],

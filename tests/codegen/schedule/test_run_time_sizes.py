@@ -32,6 +32,34 @@ def test_chain_of_run_time_size__runs():
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_fused_size__comes_before_the_call_that_has_it():
+    # FuseOps puts equal and where, from which the size follows, behind exp and add.
+    builder, size, rows = relax.BlockBuilder(), tirx.Var("size", "int64"), tirx.Var("n", "int64")
+    data, other = (
+        relax.Var(name, relax.TensorType([extent], "float32"))
+        for name, extent in (("data", 4), ("other", rows))
+    )
+    with builder.function("main", [data, other]):
+        with builder.dataflow():
+            first = builder.emit(R.exp(data))
+            have = builder.emit(R.shape_to_tensor(relax.ShapeExpr([rows])))
+            is_one = builder.emit(R.equal(have, R.const(1, "int64")))
+            count = builder.emit(R.where(is_one, R.const([4], "int64"), have))
+            builder.match_cast(builder.emit(R.tensor_to_shape(count)), relax.ShapeType([size]))
+            ramp = builder.match_cast(
+                builder.emit(R.arange(0, size, 1, "int64")), R.Tensor((4,), "int64")
+            )
+            last = builder.emit(R.subtract(have, R.const(1, "int64")))
+            spread = builder.emit(R.take(other, builder.emit(R.minimum(ramp, last)), 0))
+            result = builder.emit_output(R.add(first, spread))
+        builder.emit_func_output(result)
+    machine = relax.VirtualMachine(rq.compile(builder.get(), "llvm"), tvm.cpu())
+    values = np.arange(4, dtype="float32")
+    for other in (values[:1] + 3, values + 3):
+        found = machine["main"](*map(tvm.runtime.tensor, [values, other])).numpy()
+        np.testing.assert_allclose(found, np.exp(values) + other, rtol=1e-5)
+
+
 def test_slice_of_run_time_bounds__compiles():
     # FoldConstant leaves calls of a kernel behind that the module does not have.
     builder = relax.BlockBuilder()
