@@ -74,12 +74,23 @@ NARROW_INTEGERS = {
 }
 
 
+FLOATS = ("float16", "float32", "float64", "bfloat16")
+
+
 def legalize_astype(builder: relax.BlockBuilder, call: Call) -> Any:
     """Legalize a cast to bfloat16 that keeps NaN: TVM rounds the bits of a NaN as if they were a
-    number, so that some become 0 or infinity. And a cast of floats to narrow integers.
+    number, so that some become 0 or infinity. And a cast of floats to narrow integers, and of bool
+    to floats: TVM does not compile the cast of a comparison in a function that reads it twice.
     """
     given, wanted = tensor_dtype(call.args[0]), tensor_dtype(call)
-    if given not in ("float16", "float32", "float64", "bfloat16"):
+    if given == "bool" and wanted in FLOATS:
+        one, zero = (tirx.const(number, wanted) for number in (1, 0))
+        return builder.call_te(
+            lambda data: te.compute(data.shape, lambda *at: tirx.Select(data(*at), one, zero)),
+            *call.args,
+            primfunc_name_hint="astype",
+        )
+    if given not in FLOATS:
         return legalize_as_tvm(builder, call)
     if (between := NARROW_INTEGERS.get(wanted)) is not None:
         return builder.call_te(

@@ -10,6 +10,7 @@ from compiled_call import check_exactly
 from tvm import relax
 
 import relayquant as rq
+from relayquant.ir.rewrite.function import make_main
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (8,), ()])
@@ -125,3 +126,25 @@ def test_cast__of_floats_that_an_integer_does_not_hold(dtype, wanted):
         return relax.op.astype(relax.op.astype(x, wanted), "float32")
 
     check_exactly(cast_twice, expected.astype("float32"), data)
+
+
+@pytest.mark.parametrize("wanted", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("name", ["exp", "tanh", "sigmoid", "erf"])
+def test_cast__of_a_comparison_to_a_float(name, wanted):
+    """One loop compares, casts and computes the function, which reads its argument more than once.
+    TVM did not compile it.
+    """
+    data = np.array([-1, 0, 0.5, 2, np.nan] * 4, "float32")
+
+    def compute(x):
+        is_larger = relax.op.greater(x, relax.const(np.zeros(20, "float32")))
+        return getattr(relax.op, name)(relax.op.astype(is_larger, wanted))
+
+    values = {"exp": np.exp(1), "tanh": np.tanh(1), "sigmoid": 1 / (1 + np.exp(-1)), "erf": 0.8427}
+    at_zero = {"exp": 1, "sigmoid": 0.5}.get(name, 0)
+    expected = np.where(data > 0, values[name], at_zero).astype(wanted)
+    x = relax.Var("x", relax.TensorType(data.shape, "float32"))
+    mod = make_main([x], lambda _: compute(x))
+    (found,) = rq.Executor(rq.compile(mod)).run("main", [data])
+    assert found.dtype == wanted
+    np.testing.assert_allclose(found, expected, 1e-3)
