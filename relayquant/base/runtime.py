@@ -374,14 +374,28 @@ def as_tensors(name: str, args: Sequence[Any]) -> list[tvm.runtime.Tensor | tvm_
 
 
 def as_tensor(array: Any) -> tvm.runtime.Tensor | tvm_ffi.Shape:
-    """Convert to a TVM tensor on the CPU. TVM tensors and shapes pass through."""
+    """Convert to a TVM tensor on the CPU, in its byte order. TVM tensors and shapes pass through.
+
+    Raises:
+        ValueError: it has masked values, complex numbers or other values without a TVM dtype.
+    """
     if isinstance(array, tvm_ffi.Shape):
         return array
     if isinstance(array, tvm.runtime.Tensor):
         check_real(array)
         return array
-    # ascontiguousarray would give a scalar one dimension.
-    return tvm.runtime.tensor(np.asarray(array, order="C"))
+    check_unmasked(array)
+    array = np.asarray(array, order="C")  # ascontiguousarray would give a scalar one dimension
+    native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    return tvm.runtime.tensor(native)
+
+
+def check_unmasked(array: Any) -> None:
+    """Raise ValueError if an array of numpy.ma has masked values, which numpy's own arrays would
+    show as if they were data.
+    """
+    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+        raise ValueError("values are masked; allowed: arrays without a mask, as array.filled(0)")
 
 
 def view_tensor(array: np.ndarray) -> Any:

@@ -13,6 +13,7 @@ import tvm
 from numpy.typing import NDArray
 from tvm import relax
 
+from relayquant.base.runtime import check_unmasked
 from relayquant.errors import (
     ConfigError,
     DataError,
@@ -290,6 +291,7 @@ def to_array(value: object, name: str, where: str) -> NDArray[Any]:
     try:
         if str(getattr(value, "dtype", "")) == "torch.bfloat16":  # numpy has no such dtype
             value = cast(Any, value).float()
+        check_unmasked(value)
         array = np.asarray(value)
         convert = getattr(value, "numpy", None)
         if array.dtype.kind == "O" and callable(convert):

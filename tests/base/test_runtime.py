@@ -63,6 +63,18 @@ def test_as_tensor__keeps_scalars_and_copies_strides():
     np.testing.assert_array_equal(as_tensor(np.eye(3)[:, ::2]).numpy(), np.eye(3)[:, ::2])
 
 
+def test_as_tensor__has_the_byte_order_of_this_machine():
+    np.testing.assert_array_equal(as_tensor(np.arange(5, dtype=">f4")).numpy(), np.arange(5))
+    np.testing.assert_array_equal(as_tensor(np.arange(5, dtype=">i8")).numpy(), np.arange(5))
+
+
+def test_as_tensor__masked_values_are_no_data():
+    array = np.ma.masked_array(np.arange(4.0), mask=[False, False, True, False])
+    with pytest.raises(ValueError, match=r"values are masked; .* as array.filled\(0\)"):
+        as_tensor(array)
+    np.testing.assert_array_equal(as_tensor(array[:2]).numpy(), [0, 1])
+
+
 def test_stop_spinning__unless_the_user_says_otherwise(monkeypatch):
     monkeypatch.delenv(SPIN_VARIABLE, raising=False)
     stop_spinning()

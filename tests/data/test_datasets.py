@@ -506,6 +506,7 @@ def test_wrong_type():
         (np.full((1, 3, 4), np.nan), r"holds 12 NaN and 0 infinite of 12 elements in float64"),
         (np.full((1, 3, 4), 1e300), r"holds 0 NaN and 12 infinite of 12 elements in float32"),
         (np.full((1, 3, 4), 1j), r"not a numeric array \(numpy dtype complex128\)"),
+        (np.ma.masked_less(DATA[:1], 0.5), r"cannot be converted .*values are masked"),
         ("text", r"of type str is not a numeric array"),
         (None, r"of type NoneType is not a numeric array"),
         (TrackedTensor(DATA[:1]), r"cannot be converted to a numpy array: Can't call numpy"),

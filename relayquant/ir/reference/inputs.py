@@ -10,6 +10,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from relayquant.base.runtime import check_unmasked
 from relayquant.errors import DataError, format_count, suggest_name
 from relayquant.ir.reference.frame import Frame, match_shape
 from relayquant.ir.reference.single_call import get_tensor_dtype
@@ -120,6 +121,7 @@ def as_native_array(name: str, value: Any) -> np.ndarray[Any, Any]:
         DataError: The value cannot be converted.
     """
     try:
+        check_unmasked(value)
         array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
     except (TypeError, ValueError, RuntimeError) as error:  # raised by numpy or by the tensor
         raise DataError(

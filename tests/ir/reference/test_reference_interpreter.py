@@ -298,6 +298,7 @@ def test_run__frees_values_after_their_last_use(monkeypatch):
         ((floats(2, 3).astype("float64"), floats(2, 1)), "'x' has dtype float64.*float32"),
         ((floats(2, 4), floats(2, 1)), r"'x' has shape \(2, 4\); allowed: \(n, 3\)"),
         ((floats(2, 3), floats(5, 1)), r"'y' has shape \(5, 1\).*n = 2"),
+        ((floats(2, 3), np.ma.masked_array(floats(2, 1), True)), "'y' .*values are masked"),
         ((floats(2, 3), floats(2)), r"'y' has shape \(2,\)"),
     ],
 )
