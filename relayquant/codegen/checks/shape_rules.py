@@ -284,9 +284,12 @@ def take(shapes: Shapes) -> Iterator[Any]:
 
 
 def reach_rows(shapes: Shapes) -> Iterator[Any]:
-    """See `find_places`: the last axis of the indices goes over axes of the data."""
+    """See `find_places`: the last axis of the indices goes over axes of the data. Both have the
+    same batches.
+    """
     data, indices = shapes.operands[:2]
     first = int(getattr(shapes.attrs, "batch_dims", 0))
+    yield from (tirx.EQ(*pair) for pair in zip(data[:first], indices[:first], strict=True))
     if isinstance(indices[-1], tirx.IntImm):
         yield from find_places(data[first : first + int(indices[-1])], indices)
 

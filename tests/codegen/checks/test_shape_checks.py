@@ -385,6 +385,12 @@ OPERATORS = {
         [(1, 1), (2, 2)],
         [[(0, 1), (2, 2)], [(1, 0), (2, 2)]],
     ),
+    "gather_nd in batches": (
+        [("n", 3), ("k", 2, 1)],
+        lambda x, y: op.gather_nd(x, op.astype(y, "int64"), batch_dims=1),
+        [(2, 3), (2, 2, 1)],
+        [[(2, 3), (1, 2, 1)], [(2, 3), (3, 2, 1)]],
+    ),
     "scatter_nd": (
         [("n", 3), ("k", 1), ("k", 3)],
         lambda x, y, z: op.scatter_nd(x, op.astype(y, "int64"), z),

@@ -438,6 +438,20 @@ def test_reverse_sequence__takes_steps_backwards(dtype, shape, axes):
     np.testing.assert_array_equal(computed, run_onnxruntime(model, {"x": x, "n": lengths})[0])
 
 
+def test_reverse_sequence__of_other_batches_is_refused():
+    """ONNX Runtime refuses it, too."""
+    model = make_reverse_sequence(draw(4, 5, 3), np.array([1, 4, 3, 2]))
+    with pytest.raises(ModelError, match="second input has size 4 along axis 0; allowed: 5, as ax"):
+        import_onnx(model)
+
+
+def test_gather_nd__of_other_batches_is_refused():
+    node = helper.make_node("GatherND", ["x", "n"], ["y"], batch_dims=1)
+    model = make_mixed_model(node, {"x": draw(3, 4), "n": np.zeros((2, 2, 1), "int64")}, 13)
+    with pytest.raises(ModelError, match="second input has size 2 along axis 0; allowed: 3, as ax"):
+        import_onnx(model)
+
+
 def test_reverse_sequence__symbolic_sizes():
     for time, lengths in ((3, [3, 2]), (5, [1, 5, 4])):
         x, n = draw(time, len(lengths), 2), np.array(lengths)

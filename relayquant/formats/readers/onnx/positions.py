@@ -80,12 +80,20 @@ INDICES: Mapping[str, Callable[..., list[Any]]] = {
 }
 
 
+#: Operators whose second input has the batches of the data on its first axes -> the axes of the
+#: data that are batches, given the attributes.
+BATCHES: Mapping[str, Callable[[Mapping[str, Any]], Sequence[int]]] = {
+    "GatherND": lambda attrs: range(int(attrs.get("batch_dims", 0))),
+    "ReverseSequence": lambda attrs: [int(attrs.get("batch_axis", 1))],
+}
+
+
 def check_positions(
     node: onnx.NodeProto,
     schema: onnx.defs.OpSchema,
     operands: Sequence[relax.Expr | None],
 ) -> None:
-    """Check the axes and the constant indices of a node.
+    """Check the axes, the constant indices and the batches of a node.
 
     Args:
         node: The node.
@@ -93,7 +101,8 @@ def check_positions(
         operands: Its inputs. None for one that is left out.
 
     Raises:
-        Refusal: an axis or an index is outside of the operand. Names it and what is allowed.
+        Refusal: an axis or an index is outside of the operand, or the indices are of other batches
+            than the data. Names it and what is allowed.
     """
     if not operands or operands[0] is None:
         return
@@ -109,6 +118,10 @@ def check_positions(
     indices = find_array(operands[1]) if limit is not None and len(operands) > 1 else None
     if limit is not None and indices is not None and indices.size:
         _check_indices(indices, limit(shape, indices.shape, attrs))
+    list_batches = BATCHES.get(node.op_type)
+    second = _shape_of(operands[1]) if list_batches and operands[1] is not None else None
+    if list_batches and second is not None:
+        _check_batches(shape, second, list_batches(attrs))
 
 
 def _shape_of(operand: relax.Expr) -> tuple[int | str, ...] | None:
@@ -155,5 +168,19 @@ def _check_indices(indices: np.ndarray, sizes: Sequence[int | str]) -> None:
             raise Refusal(
                 f"its indices hold {outside[0]}{where}, for an axis of size {size}; allowed: "
                 f"{-size} to {size - 1}",
+                REPAIR,
+            )
+
+
+def _check_batches(
+    shape: Sequence[int | str], second: Sequence[int | str], axes: Sequence[int]
+) -> None:
+    """Check that known sizes of axes of the data are those of the first axes of a second input."""
+    for at, axis in enumerate(axes):
+        sizes = shape[axis], second[at]
+        if not any(isinstance(size, str) for size in sizes) and sizes[0] != sizes[1]:
+            raise Refusal(
+                f"its second input has size {sizes[1]} along axis {at}; allowed: {sizes[0]}, as "
+                f"axis {axis} of its data",
                 REPAIR,
             )

@@ -61,6 +61,8 @@ def index_tensor(xp: Any, args: list[Any], attrs: Any) -> Any:
 def gather_nd(xp: Any, args: list[Any], attrs: Any) -> Any:
     """Read rows. The last axis of the indices goes over the axes behind the batch dimensions."""
     data, indices, batch = np.asarray(args[0]), np.asarray(args[1]), int(attrs.batch_dims)
+    if data.shape[:batch] != indices.shape[:batch]:
+        raise IndexError(f"batches of {indices.shape[:batch]} for {data.shape[:batch]}")
     middle = indices.ndim - 1 - batch
     first: Any = np.indices(indices.shape[:batch], sparse=True)
     at = [each.reshape(*each.shape, *[1] * middle) for each in first]
