@@ -17,6 +17,7 @@ from tvm.target import Target
 
 from relayquant.codegen.kernels.attention.bf16 import make_attention_bf16, takes_tiles
 from relayquant.codegen.kernels.attention.blocks import make_attention_blocks
+from relayquant.codegen.kernels.attention.delta import Delta, make_delta
 from relayquant.codegen.kernels.attention.new_rows import (
     Rotate,
     UpdateCache,
@@ -164,6 +165,18 @@ def lower_cached_attention(context: AttentionBlock, var: relax.Var) -> Lowered |
     return Lowered((var,), kernel, (query, *operands, positions, *numbers))
 
 
+def lower_gated_delta(context: AttentionBlock, var: relax.Var) -> Lowered | Skip:
+    """Lower qnn.gated_delta."""
+    call = context.block.values[var]
+    extents, keys = read_extents(call.args[2]), read_extents(call.args[1])
+    for found in (extents, keys):
+        if isinstance(found, Skip):
+            return found
+    spec = Delta(extents, *keys[2:], bool(call.attrs.is_tiled))  # pyright: ignore[reportArgumentType, reportIndexIssue]
+    kernel = Kernel("gated_delta", spec, lambda: make_delta(spec, context.isa))
+    return Lowered((var,), kernel, tuple(call.args))
+
+
 def may_change(context: AttentionBlock, cache: relax.Expr) -> bool:
     """Whether a cache may be changed in place."""
     graph = context.block.graph
@@ -177,4 +190,5 @@ ATTENTION_RULES: tuple[KernelRule[AttentionBlock], ...] = (
     make_rule(lower_rotate, "relax.qnn.rotate"),
     make_rule(lower_update, UPDATE),
     make_rule(lower_cached_attention, "relax.qnn.cached_attention"),
+    make_rule(lower_gated_delta, "relax.qnn.gated_delta"),
 )

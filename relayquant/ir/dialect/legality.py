@@ -15,7 +15,7 @@ from tvm import relax
 from tvm.ir import Call, Op
 
 from relayquant.errors import ModelError
-from relayquant.ir.dialect.qnn import OPERATORS, attention, fourier, grouped, recurrent
+from relayquant.ir.dialect.qnn import OPERATORS, attention, delta, fourier, grouped, recurrent
 
 
 class Stage(enum.Enum):
@@ -33,7 +33,7 @@ _NOT_FLOAT = frozenset(Stage) - {Stage.FLOAT}
 _INTEGER = frozenset({Stage.QNN, Stage.LOWERED})
 
 #: Operators on real data.
-REAL = attention.ATTENTION_OPERATORS | fourier.FOURIER_OPERATORS
+REAL = attention.ATTENTION_OPERATORS | delta.DELTA_OPERATORS | fourier.FOURIER_OPERATORS
 
 #: Operator name -> stages at which the operator is allowed. All other operators are allowed
 #: everywhere.

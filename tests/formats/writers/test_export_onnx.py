@@ -58,11 +58,14 @@ def check(mod: tvm.IRModule, path, *, backend="x86", steps: float = 2.0):
 
 
 def test_operators__each_has_a_writer():
-    """All that a quantized module may hold, but what reads and writes the cache of an attention.
-    Transforms are written as products.
+    """All that a quantized module may hold, but what reads and writes the state of a language
+    model. Transforms are written as products.
     """
     integer = {name for name, stages in LEGAL_STAGES.items() if Stage.QNN in stages}
-    cache = {f"relax.qnn.{name}" for name in ("rotate", "update_cache", "cached_attention")}
+    cache = {
+        f"relax.qnn.{name}"
+        for name in ("rotate", "update_cache", "cached_attention", "gated_delta")
+    }
     others = {*cache, "relax.qnn.dft"}
     assert others <= integer
     assert integer - others <= set(WRITERS)

@@ -133,6 +133,17 @@ EXAMPLES = {
         [QUERY, CACHE, CACHE, LENGTHS],
         lambda q, k, v, p: qnn.cached_attention(q, k, 1, v, 1, p, 0.5, 3, 2.0),
     ),
+    "gated_delta": (
+        [
+            *[((2, 3, 2, 4), "float32")] * 2,
+            ((2, 3, 4, 5), "float32"),
+            *[((2, 3, 4), "float32")] * 2,
+            ((2, 4, 4, 5), "float32"),
+            LENGTHS,
+            ((2,), "int64"),
+        ],
+        lambda *a: qnn.gated_delta(*a, is_tiled=True),
+    ),
     "dft": ([((2, 60, 1), "float32")], lambda x: qnn.dft(x, 64, False, True)),
 }
 

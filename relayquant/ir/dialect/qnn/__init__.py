@@ -33,6 +33,7 @@ from relayquant.ir.dialect.qnn import (
     attention,
     concatenation,
     convolution,
+    delta,
     experts,
     fourier,
     grouped,
@@ -48,6 +49,7 @@ from relayquant.ir.dialect.qnn.arithmetic import *
 from relayquant.ir.dialect.qnn.attention import *
 from relayquant.ir.dialect.qnn.concatenation import *
 from relayquant.ir.dialect.qnn.convolution import *
+from relayquant.ir.dialect.qnn.delta import *
 from relayquant.ir.dialect.qnn.experts import *
 from relayquant.ir.dialect.qnn.fourier import *
 from relayquant.ir.dialect.qnn.grouped import *
@@ -74,6 +76,7 @@ FAMILIES = (
     experts,
     recurrent,
     attention,
+    delta,
     fourier,
 )
 

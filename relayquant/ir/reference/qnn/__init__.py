@@ -23,6 +23,7 @@ from typing import Any
 from relayquant.ir.reference.qnn import (
     arithmetic,
     attention,
+    delta,
     experts,
     fourier,
     grouped,
@@ -34,6 +35,7 @@ from relayquant.ir.reference.qnn import (
 )
 from relayquant.ir.reference.qnn.arithmetic import *
 from relayquant.ir.reference.qnn.attention import *
+from relayquant.ir.reference.qnn.delta import *
 from relayquant.ir.reference.qnn.experts import *
 from relayquant.ir.reference.qnn.fourier import *
 from relayquant.ir.reference.qnn.grouped import *
@@ -48,7 +50,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     name: getattr(family, name)
     for family in (
         *(quantization, linear, arithmetic, reduction, pointwise),
-        *(grouped, experts, recurrent, attention, fourier),
+        *(grouped, experts, recurrent, attention, delta, fourier),
     )
     for name in family.__all__
 }
