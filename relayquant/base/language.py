@@ -10,7 +10,7 @@ LANGUAGE_FUNCTIONS = (PREFILL, DECODE)
 PADDING = -1
 #: First parts of the names of state that has read all tokens so far. "keys.0" has a row for each
 #: token instead, and later tokens overwrite it.
-RUNNING = ("rows",)
+RUNNING = ("rows", "memory")
 
 
 def goes_back(state: str) -> bool:

@@ -48,6 +48,10 @@ EXPERTS = {
 }  # fmt: skip
 
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
+DELTA = {
+    "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+}  # fmt: skip
 #: case -> class of the config, what it has besides SIZES
 CASES = {
     "llama": ("LlamaConfig", {}),
@@ -137,6 +141,21 @@ CASES = {
         "Lfm2MoeConfig",
         {**CONVOLUTIONS, **EXPERTS, "use_expert_bias": False, "norm_topk_prob": False},
     ),
+    "qwen3_next": ("Qwen3NextConfig", {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 40}),
+    "qwen3_next, a dense layer": (
+        "Qwen3NextConfig",
+        {**EXPERTS, **DELTA, "mlp_only_layers": [1], "linear_num_key_heads": 1},
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", DELTA),
+    "qwen3_5, attention in each second layer": (
+        "Qwen3_5TextConfig",
+        {
+            **DELTA,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**EXPERTS, **DELTA}),
     "gpt2": ("GPT2Config", {}),
     "gpt2, not tied": ("GPT2Config", {"tie_word_embeddings": False}),
 }
@@ -164,6 +183,8 @@ def make_config(kind, more):
         known = {**transformers.GPT2Config.attribute_map, "intermediate_size": "n_inner"}
         sizes = {known.get(name, name): value for name, value in SIZES.items()}
         del sizes["num_key_value_heads"]
+    if kind.startswith(("Qwen3Next", "Qwen3_5")):  # Attention is in each fourth layer.
+        sizes = {**SIZES, "num_hidden_layers": 4}
     return getattr(transformers, kind)(**{**sizes, **more})
 
 
@@ -180,7 +201,7 @@ def test_load_causal_lm__scores_are_those_of_the_model(case):
 
 
 #: cases of layers whose state is replaced
-RUNNING = [case for case, (_, more) in CASES.items() if "layer_types" in more and "lfm2" in case]
+RUNNING = [case for case in CASES if case.startswith(("lfm2", "qwen3_next", "qwen3_5"))]
 
 
 def read_ragged(run, tokens):
@@ -224,7 +245,7 @@ def test_load_causal_lm__sequences_of_different_lengths(case):
 
 @pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize("case", RUNNING)
+@pytest.mark.parametrize("case", ["lfm2", "qwen3_5"])
 def test_compile__layers_with_a_state_of_their_own(tmp_path, case):
     """Float, and with weights of 4 bits that were kept in a file."""
     model = draw_model(make_config(*CASES[case]))
@@ -325,6 +346,20 @@ def test_load__what_save_pretrained_wrote(tmp_path, case):
         np.testing.assert_array_equal(params[name], value)
 
 
+def test_load__layers_that_guess_tokens_are_not_read(tmp_path):
+    """Files of Qwen3.5 have them beside the model."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = draw_model(make_config(*CASES["qwen3_5"]))
+    model.save_pretrained(tmp_path)
+    tensors = safetensors.load_file(tmp_path / "model.safetensors")
+    more = {"mtp.fc.weight": torch.zeros(64, 128), "mtp.layers.0.mlp.up_proj.weight": torch.ones(1)}
+    safetensors.save_file({**tensors, **more}, tmp_path / "model.safetensors")
+    mod, params = rq.load(tmp_path)
+    expected, weights = rq.torch.load_causal_lm(model)
+    assert mod.script(show_meta=True) == expected.script(show_meta=True)
+    assert params.keys() == weights.keys()
+
+
 VISION = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
     "image_size": 16, "patch_size": 8,
@@ -336,6 +371,8 @@ SEEING = {
     "LlavaConfig": ("llama", "clip_vision_model", {}),
     "SmolVLMConfig": ("llama", "smolvlm_vision", {}),
     "InternVLConfig": ("qwen2", "internvl_vision", {}),
+    "Qwen3_5Config": ("qwen3_5_text", "qwen3_5_vision", {}),
+    "Qwen3_5MoeConfig": ("qwen3_5_moe_text", "qwen3_5_moe_vision", {}),
 }
 
 
@@ -343,7 +380,7 @@ SEEING = {
 def test_load__language_model_of_a_model_that_sees(tmp_path, kind):
     text, vision, more = SEEING[kind]
     config = getattr(transformers, kind)(
-        text_config={**SIZES, "model_type": text, "head_dim": 16},
+        text_config={**SIZES, "num_hidden_layers": 4, "model_type": text, "head_dim": 16},
         vision_config={**VISION, "model_type": vision},
         **more,
     )

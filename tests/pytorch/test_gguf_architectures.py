@@ -35,6 +35,10 @@ YARN = {
 }  # fmt: skip
 CONVOLUTIONS = {"layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"]}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+DELTA = {
+    "head_dim": HEAD, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
 #: case -> "general.architecture", class of the config, what it has besides SIZES
 CASES = {
     "olmo2": ("olmo2", "Olmo2Config", {}),
@@ -50,18 +54,35 @@ CASES = {
     "cohere": ("command-r", "CohereConfig", {}),
     "cohere2": ("cohere2", "Cohere2Config", WINDOW),
     "lfm2": ("lfm2", "Lfm2Config", {**CONVOLUTIONS, "block_auto_adjust_ff_dim": False}),
+    "qwen3_next": (
+        "qwen3next",
+        "Qwen3NextConfig",
+        {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 32},
+    ),
+    "qwen3_5": ("qwen35", "Qwen3_5TextConfig", DELTA),
+    "qwen3_5_moe": (
+        "qwen35moe",
+        "Qwen3_5MoeTextConfig",
+        {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 32},
+    ),
     "lfm2_moe": ("lfm2moe", "Lfm2MoeConfig", {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 2}),
 }
 
 
-def write_gguf(path, architecture, model):
-    """Write a model as llama.cpp has it. Its queries and keys are stored as in `transformers`."""
+def write_gguf(path, architecture, model, guessing=0):
+    """Write a model as llama.cpp has it. Its queries and keys are stored as in `transformers`.
+    `guessing`: number of layers behind the others that guess tokens.
+    """
     config = model.config
     writer = gguf.GGUFWriter(str(path), architecture)
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(LAYERS + guessing)
+    if guessing:
+        writer.add_uint32(f"{architecture}.nextn_predict_layers", guessing)
+        writer.add_tensor(f"blk.{LAYERS}.nextn.eh_proj.weight", np.zeros((1, 2), "float32"))
     writer.add_context_length(LENGTH)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if hasattr(config, "intermediate_size"):
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     add_mixers(writer, config)
     writer.add_key_length(HEAD)
@@ -92,16 +113,39 @@ def write_gguf(path, architecture, model):
 
 def list_tensors(model):
     """Tensors as llama.cpp has them: names that the package knows, and no axes of size 1."""
+    is_tiled = model.config.model_type.startswith("qwen3_5")
     for name, value in model.state_dict().items():
         array = value.numpy()
-        if name.endswith(".conv.conv.weight"):
-            array = array[:, 0]
         if name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), np.split(array, 2, 1), strict=True):
                 yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight", half
             continue
-        name = name.replace("expert_bias", "expert_bias.bias")
+        if ".conv" in name and array.ndim == 3:
+            array = array[:, 0]
+        if name.endswith("A_log"):
+            array = -np.exp(array)
+        if hasattr(model.config, "linear_num_key_heads") and name.endswith("norm.weight"):
+            array = array + np.float32(".linear_attn." not in name)
+        if is_tiled and ".linear_attn." in name:
+            array = tile_heads(name, array, model.config)
+        name = name.replace("expert_bias", "expert_bias.bias").replace("dt_bias", "dt_proj.bias")
         yield f"{name}.weight" if name.endswith("down_proj") else name, array
+
+
+def tile_heads(name, array, config):
+    """Value heads of a gated delta net: the first of each key head, then the second of each ..."""
+    groups, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    keys = 2 * groups * config.linear_key_head_dim
+
+    def tile(values):
+        split = values.reshape(groups, heads // groups, -1, *values.shape[1:])
+        return split.swapaxes(0, 1).reshape(values.shape)
+
+    if "in_proj_qkv" in name or "conv1d" in name:
+        return np.concatenate([array[:keys], tile(array[keys:])])
+    if "out_proj" in name:
+        return tile(array.T).T
+    return array if name.endswith("norm.weight") else tile(array)
 
 
 def add_mixers(writer, config):
@@ -112,12 +156,23 @@ def add_mixers(writer, config):
         writer.add_shortconv_l_cache(config.conv_L_cache)
     else:
         writer.add_head_count_kv(heads)
-    if hasattr(config, "moe_intermediate_size"):
+    if "linear_attention" in kinds:
+        writer.add_full_attention_interval(kinds.index("full_attention") + 1)
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+        writer.add_rope_dimension_sections([2, 1, 1, 0])
+    if hasattr(config, "num_dense_layers"):
         writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if hasattr(config, "shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
 def add_rotary(writer, config):
@@ -142,3 +197,14 @@ def test_load__gguf_scores_are_those_of_the_model(tmp_path, case):
     options = rq.CausalLMOptions(max_length=32, cache="float32", sequences=2)
     found = run_chunks(*rq.load(tmp_path / "m.gguf", causal_lm=options), tokens, (9, 8, 1, 1, 4, 1))
     np.testing.assert_allclose(found, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+def test_load__gguf_layers_that_guess_tokens_are_not_read(tmp_path):
+    architecture, kind, more = CASES["qwen3_5"]
+    model = draw_model(getattr(transformers, kind)(**{**SIZES, **more}))
+    pairs = []
+    for count in (0, 1):
+        write_gguf(tmp_path / "m.gguf", architecture, model, count)
+        pairs.append(rq.load(tmp_path / "m.gguf"))
+    assert pairs[0][0].script(show_meta=True) == pairs[1][0].script(show_meta=True)
+    assert pairs[0][1].keys() == pairs[1][1].keys()

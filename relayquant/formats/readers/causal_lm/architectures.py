@@ -21,7 +21,7 @@ from relayquant.formats.readers.causal_lm.config import (
     Rotary,
 )
 from relayquant.formats.readers.causal_lm.fields import Fields
-from relayquant.formats.readers.causal_lm.mixers import Mixer, ShortConvolution
+from relayquant.formats.readers.causal_lm.mixers import DeltaNet, Mixer, ShortConvolution
 from relayquant.formats.readers.causal_lm.names import TensorNames
 from relayquant.formats.readers.causal_lm.rotary import make_rotary
 
@@ -41,7 +41,9 @@ MXFP4 = "mxfp4"
 LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
 #: "model_type" of models of pictures and text, of which the language model is read.
-WITH_PICTURES = ("gemma3", "internvl", "llava", "mistral3", "smolvlm")
+WITH_PICTURES = (
+    "gemma3", "internvl", "llava", "mistral3", "qwen3_5", "qwen3_5_moe", "smolvlm",
+)  # fmt: skip
 
 #: Changes the Llama that metadata describes to another network.
 Adjust = Callable[[Fields, CausalLMConfig], CausalLMConfig]
@@ -449,13 +451,14 @@ def adjust_granite_moe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig
 
 def adjust_qwen_moe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
     """Experts in each layer whose number is a multiple of a step, but not in those of a list."""
+    shared = fields.integer("shared_expert_intermediate_size", default=0)
     experts = ExpertConfig(
         count_experts(fields),
         fields.integer("num_experts_per_tok"),
         fields.integer("moe_intermediate_size"),
         is_normalized=fields.flag("norm_topk_prob"),
-        shared=fields.integer("shared_expert_intermediate_size", default=0),
-        has_share=config.architecture == "qwen2_moe",
+        shared=shared,
+        has_share=shared > 0,
     )
     step = fields.integer("decoder_sparse_step")
     if step < 1:
@@ -501,7 +504,7 @@ def adjust_lfm2(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
 
 
 def adjust_short_convolutions(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
-    parts = ("conv", "conv_in", "conv_out")
+    parts = ("conv_in", "conv_out")
     return replace(
         config,
         has_head_norms=True,
@@ -527,7 +530,42 @@ def adjust_lfm2_moe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
 
 
 def read_short_convolution(fields: Fields) -> Mixer:
-    return ShortConvolution(fields.integer("conv_L_cache"))
+    return ShortConvolution(fields.integer("conv_L_cache"), fields.flag("conv_bias"))
+
+
+def adjust_qwen3_5(_fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    """Norms are of 1 + w, as those of Gemma. A gate has a bias if queries have."""
+    gates = frozenset({"attention_gate"} if "q" in config.biases else ())
+    return replace(
+        config,
+        has_head_norms=True,
+        has_gates=True,
+        norm_shift=1.0,
+        biases=config.biases | gates,
+    )
+
+
+def adjust_qwen3_next(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    return adjust_qwen3_5(fields, adjust_qwen_moe(fields, config))
+
+
+def read_delta(fields: Fields) -> Mixer:
+    return DeltaNet(
+        fields.integer("linear_num_key_heads"),
+        fields.integer("linear_key_head_dim"),
+        fields.integer("linear_num_value_heads"),
+        fields.integer("linear_value_head_dim"),
+        fields.integer("linear_conv_kernel_dim"),
+    )
+
+
+def list_each_fourth(fields: Fields, count: int) -> list[str]:
+    """Attention in each N-th layer, and the delta rule in others."""
+    period = fields.integer("full_attention_interval")
+    if period < 1:
+        raise fields.refuse(("full_attention_interval",), period, "an integer from 1 on")
+    kinds = ("linear_attention", "full_attention")
+    return [kinds[i % period == 0] for i in range(1, count + 1)]
 
 
 def list_attention(fields: Fields, count: int) -> list[str]:
@@ -597,6 +635,28 @@ MOE = make_names(
         "share": "model.layers.{}.mlp.shared_expert_gate",
     },
     experts=MLP_EXPERTS,
+)
+DELTA_NAMES = replace(
+    MOE,
+    names={
+        **MOE.names,
+        "q_gate": "model.layers.{}.self_attn.q_proj",
+        "delta_in": "model.layers.{}.linear_attn.in_proj_qkv",
+        "delta_gate": "model.layers.{}.linear_attn.in_proj_z",
+        "delta_strength": "model.layers.{}.linear_attn.in_proj_b",
+        "delta_decay": "model.layers.{}.linear_attn.in_proj_a",
+        "delta_in_gate": "model.layers.{}.linear_attn.in_proj_qkvz",
+        "delta_strength_decay": "model.layers.{}.linear_attn.in_proj_ba",
+        "delta_conv": "model.layers.{}.linear_attn.conv1d",
+        "delta_rate": "model.layers.{}.linear_attn.A_log",
+        "delta_shift": "model.layers.{}.linear_attn.dt",
+        "delta_gain": "model.layers.{}.linear_attn.norm",
+        "delta_out": "model.layers.{}.linear_attn.out_proj",
+    },
+    renamed={".A_log": ".A_log.weight", ".dt_bias": ".dt.bias"},
+    # Layers that guess several tokens at once.
+    unread=rf"{UNREAD}|(model\.)?mtp\..*",
+    has_logs=True,
 )
 MIXTRAL = replace(
     MOE,
@@ -788,6 +848,18 @@ QWEN3_MOE_SETTINGS = {
     **QWEN_MOE, "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128,
     "attention_bias": False,
 }  # fmt: skip
+DELTA = {
+    **SILU, "attention_bias": False, "partial_rotary_factor": 0.25, "layer_types": None,
+    "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
+DELTA_EXPERTS = {
+    **DELTA, "mlp_only_layers": None, "decoder_sparse_step": 1,
+    "norm_topk_prob": True, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+QWEN3_NEXT_SETTINGS = {**DELTA_EXPERTS, "num_experts_per_tok": 10, "num_experts": 512}
+QWEN3_5_MOE_SETTINGS = {**DELTA_EXPERTS, "num_experts_per_tok": 8, "num_experts": 256}
+DELTA_RULE: dict[str, ReadMixer] = {"linear_attention": read_delta}
 OLMOE_SETTINGS = {
     **SILU, "rms_norm_eps": 1e-5, "attention_bias": False, "clip_qkv": None,
     "num_experts_per_tok": 8, "num_experts": 64, "norm_topk_prob": False,
@@ -847,6 +919,15 @@ ARCHITECTURES: dict[str, ModelRow] = {
     "qwen2_moe": ModelRow(MOE, QWEN2_MOE_SETTINGS, adjust_qwen2_moe, list_first_even),
     "qwen3_moe": ModelRow(MOE, QWEN3_MOE_SETTINGS, adjust_qwen3_moe, in_pattern(1)),
     "olmoe": ModelRow(MOE, OLMOE_SETTINGS, adjust_olmoe),
+    "qwen3_next": ModelRow(
+        DELTA_NAMES, QWEN3_NEXT_SETTINGS, adjust_qwen3_next, list_each_fourth, mixers=DELTA_RULE
+    ),
+    "qwen3_5_text": ModelRow(
+        DELTA_NAMES, DELTA, adjust_qwen3_5, list_each_fourth, mixers=DELTA_RULE
+    ),
+    "qwen3_5_moe_text": ModelRow(
+        DELTA_NAMES, QWEN3_5_MOE_SETTINGS, adjust_qwen3_next, list_each_fourth, mixers=DELTA_RULE
+    ),
     "granitemoe": ModelRow(GRANITE_MOE, GRANITE_MOE_SETTINGS, adjust_granite_moe),
     "granitemoeshared": ModelRow(
         GRANITE_MOE, {**GRANITE_MOE_SETTINGS, "shared_intermediate_size": 0}, adjust_granite_moe

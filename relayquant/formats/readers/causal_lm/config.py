@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from relayquant.errors import ModelError, format_count
-from relayquant.formats.readers.causal_lm.mixers import Mixer
+from relayquant.formats.readers.causal_lm.mixers import Joined, Mixer, take_turns
 
 #: Most layers and most elements along an axis that are believed of a file.
 MOST_LAYERS, MOST_SIZE = 4096, 1 << 31
@@ -157,6 +157,7 @@ class CausalLMConfig:
         has_norm_biases: Whether norms of the kind LAYER have a bias.
         has_sinks: Whether each query head has one more score, a learned number (see
             `qnn.cached_attention`).
+        has_gates: Whether results of attention are multiplied by sigmoid(attention_gate(h)).
         has_positions: Whether a learned vector of the position is added to the embedding.
         biases: Products with a bias: "q", "k", "v", "out", "gate", "up", "down", "classifier",
             "router", and "experts_gate", "experts_up", "experts_down", one expert after the other.
@@ -189,6 +190,7 @@ class CausalLMConfig:
     has_post_norms: bool = False
     has_norm_biases: bool = True
     has_sinks: bool = False
+    has_gates: bool = False
     has_positions: bool = False
     biases: frozenset[str] = frozenset()
     query_scale: float = 1.0
@@ -262,8 +264,8 @@ class CausalLMConfig:
             for kind, size in self.list_norms(layer).items():
                 add(f"layers.{i}.{kind}", "norm", (size,))
             if layer.mixer is not None:
-                for kind, shape in layer.mixer.list_constants(self.width).items():
-                    add(f"layers.{i}.{kind}", kind, shape)
+                constants = layer.mixer.list_constants(self.width)
+                found |= {f"layers.{i}.{name}": shape for name, shape in constants.items()}
             elif self.has_sinks:
                 found[f"layers.{i}.sinks.weight"] = (self.heads,)
             if layer.experts is not None and layer.experts.has_choice:
@@ -285,10 +287,21 @@ class CausalLMConfig:
                 "v": (groups, self.width),
                 "out": (self.width, heads),
             }
+            if self.has_gates:
+                found["attention_gate"] = (heads, self.width)
         if layer.experts is not None:
             return found | self.list_experts(layer.experts)
         found |= {"up": (self.hidden, self.width), "down": (self.width, self.hidden)}
         return found | ({"gate": (self.hidden, self.width)} if self.is_gated else {})
+
+    def list_joined(self, layer: LayerConfig) -> Joined:
+        """Return what sources may have as one tensor, by rows that take turns."""
+        if layer.mixer is not None:
+            return layer.mixer.list_joined()
+        if not self.has_gates:
+            return {}
+        q, gate = take_turns((self.head_width, self.head_width), self.heads)
+        return {"q_gate": {"q": q, "attention_gate": gate}}
 
     def list_norms(self, layer: LayerConfig) -> dict[str, int]:
         """Return name -> size of a layer's norms."""

@@ -35,7 +35,7 @@ from relayquant.formats.readers.causal_lm.config import (
     NormKind,
 )
 from relayquant.formats.readers.causal_lm.fields import Fields
-from relayquant.formats.readers.causal_lm.mixers import Mixer, ShortConvolution
+from relayquant.formats.readers.causal_lm.mixers import DeltaNet, Mixer, ShortConvolution
 from relayquant.formats.readers.causal_lm.names import TensorNames
 from relayquant.formats.readers.causal_lm.rotary import make_rotary
 from relayquant.formats.readers.causal_lm.tensors import FLOATS, StoredTensor, Weight
@@ -73,9 +73,22 @@ NAMES: dict[str, str] = {
     "conv": "blk.{}.shortconv.conv",
     "conv_in": "blk.{}.shortconv.in_proj",
     "conv_out": "blk.{}.shortconv.out_proj",
+    "q_gate": "blk.{}.attn_q",
+    "delta_in": "blk.{}.attn_qkv",
+    "delta_gate": "blk.{}.attn_gate",
+    "delta_in_gate": "blk.{}.ssm_in",
+    "delta_strength": "blk.{}.ssm_beta",
+    "delta_decay": "blk.{}.ssm_decay",
+    "delta_strength_decay": "blk.{}.ssm_ba",
+    "delta_conv": "blk.{}.ssm_conv1d",
+    "delta_rate": "blk.{}.ssm_a",
+    "delta_shift": "blk.{}.ssm_dt",
+    "delta_gain": "blk.{}.ssm_norm",
+    "delta_out": "blk.{}.ssm_out",
     "classifier": "output",
 }
 EXPERTS: dict[str, tuple[str, ...]] = {
+    "blk.{layer}.ffn_gate_up_exps.weight": ("experts_gate", "experts_up"),
     "blk.{layer}.ffn_gate_exps.weight": ("experts_gate",),
     "blk.{layer}.ffn_up_exps.weight": ("experts_up",),
     "blk.{layer}.ffn_down_exps.weight": ("experts_down",),
@@ -170,7 +183,9 @@ def read_gguf_config(
     if not fields.flag("attention.causal", default=True):
         raise fields.refuse(("attention.causal",), False, "true. It is an encoder")
     check_scaling(header.metadata, f"{kind}.rope.scaling.")
-    count = fields.integer("block_count")
+    # Layers that guess several tokens at once stand behind the others.
+    guessing = fields.integer("nextn_predict_layers", default=0)
+    count = fields.integer("block_count") - guessing
     if not 1 <= count <= MOST_LAYERS:
         raise fields.refuse(("block_count",), count, f"1 to {MOST_LAYERS}")
     width, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
@@ -185,7 +200,7 @@ def read_gguf_config(
         architecture=kind,
         vocabulary=embedding.shape[0] if embedding else fields.integer("vocab_size"),
         width=width,
-        hidden=fields.integer("feed_forward_length"),
+        hidden=fields.integer("feed_forward_length", "expert_feed_forward_length"),
         heads=heads,
         groups=count_groups(fields, heads),
         head_width=head,
@@ -201,7 +216,15 @@ def read_gguf_config(
         is_tied="output.weight" not in tensors,
     )
     config = add_gguf_experts(fields, row, replace(config, **row.changes), tensors)  # pyright: ignore[reportArgumentType]
-    return row.adjust(fields, config), row.names
+    return row.adjust(fields, config), leave_out_layers(row.names, range(count, count + guessing))
+
+
+def leave_out_layers(names: TensorNames, layers: Sequence[int]) -> TensorNames:
+    """Return the names, with layers that are not read."""
+    if not layers:
+        return names
+    numbers = "|".join(map(str, layers))
+    return replace(names, unread=rf"{names.unread}|blk\.({numbers})\..*")
 
 
 def list_groups(fields: Fields, count: int | None = None) -> list[int]:
@@ -231,14 +254,14 @@ def count_groups(fields: Fields, heads: int) -> int:
 def find_biases(tensors: Container[str]) -> frozenset[str]:
     """Return the products with a bias, as the first layer has them."""
     parts = (
-        "q", "k", "v", "out", "gate", "up", "down", "classifier", "router",
-        "conv", "conv_in", "conv_out",
+        "q", "k", "v", "out", "gate", "up", "down", "classifier", "router", "conv_in", "conv_out",
     )  # fmt: skip
     found = {part for part in parts if f"{NAMES[part].format(0)}.bias" in tensors}
     if "blk.0.attn_qkv.bias" in tensors:
         found |= {"q", "k", "v"}
     own = [parts for name, parts in EXPERTS.items() if name.format(layer=0) in tensors]
-    return frozenset(found | {p.removesuffix(".bias") for (p,) in own if p.endswith(".bias")})
+    parts = tuple(part for own_parts in own for part in own_parts)
+    return frozenset(found | {p.removesuffix(".bias") for p in parts if p.endswith(".bias")})
 
 
 def add_gguf_experts(
@@ -439,12 +462,41 @@ def list_convolutions(fields: Fields, count: int) -> list[Mixer | None]:
     return [None if each else convolution for each in groups[:count]]
 
 
+def list_deltas(fields: Fields, count: int, is_tiled: bool = False) -> list[Mixer | None]:
+    """The gated delta rule in all layers but each N-th."""
+    period = fields.integer("full_attention_interval", default=4)
+    if period < 1:
+        raise fields.refuse(("full_attention_interval",), period, "an integer from 1 on")
+    heads, width = fields.integer("ssm.time_step_rank"), fields.integer("ssm.state_size")
+    if heads < 1:
+        raise fields.refuse(("ssm.time_step_rank",), heads, "an integer from 1 on")
+    delta = DeltaNet(
+        fields.integer("ssm.group_count"),
+        width,
+        heads,
+        fields.integer("ssm.inner_size") // heads,
+        fields.integer("ssm.conv_kernel"),
+        is_tiled,
+    )
+    return [None if i % period == 0 else delta for i in range(1, count + 1)]
+
+
+def list_tiled_deltas(fields: Fields, count: int) -> list[Mixer | None]:
+    return list_deltas(fields, count, is_tiled=True)
+
+
 GELU = {"activation": HiddenFunction.GELU_TANH}
 #: Layer norms and a feed-forward network without a gate.
 LAYER_NORMS = {**GELU, "norm": NormKind.LAYER, "is_gated": False}
 GEMMA2 = {**GELU, "has_post_norms": True}
 POST_NORMS = {"has_pre_norms": False, "has_post_norms": True}
 LFM2 = replace(PLAIN, names={**NAMES, "final_norm": "token_embd_norm"})
+GATES = {"has_head_norms": True, "has_gates": True}
+DELTA_NAMES = replace(
+    PLAIN,
+    names={**NAMES, "ffn_norm": NAMES["post_attention_norm"]},
+    renamed={".ssm_alpha": ".ssm_decay", ".ssm_a": ".ssm_a.weight"},
+)
 COHERE = {"norm": NormKind.LAYER, "has_norm_biases": False, "is_parallel": True}
 
 #: "general.architecture" -> architecture.
@@ -472,6 +524,9 @@ GGUF_ARCHITECTURES: dict[str, GgufModelRow] = {
         sum_shift=1e-6,
         mixers=list_convolutions,
     ),
+    "qwen3next": GgufModelRow(DELTA_NAMES, changes=GATES, mixers=list_deltas),
+    "qwen35": GgufModelRow(DELTA_NAMES, changes=GATES, mixers=list_tiled_deltas),
+    "qwen35moe": GgufModelRow(DELTA_NAMES, changes=GATES, mixers=list_tiled_deltas),
     "phi2": GgufModelRow(changes={**LAYER_NORMS, "is_parallel": True}),
     "phi3": GgufModelRow(replace(PLAIN, names={**NAMES, "gate_up": "blk.{}.ffn_up"}), pattern=1),
     "gemma": GgufModelRow(changes=GELU, adjust=scale_embedding),

@@ -11,10 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from relayquant.errors import ModelError, format_count
 
-#: Most rows of a convolution that are believed of a file.
-MOST_KERNEL = 64
+#: Most rows of a convolution, and most elements of a state, that are believed of a file.
+MOST_KERNEL, MOST_STATE = 64, 1 << 31
+#: A tensor of a source -> the parts that it consists of, and the rows of each.
+Joined = Mapping[str, Mapping[str, np.ndarray]]
 
 
 class Mixer(ABC):
@@ -26,7 +30,7 @@ class Mixer(ABC):
 
     @abstractmethod
     def list_constants(self, width: int) -> Mapping[str, tuple[int, ...]]:
-        """Return part -> shape of the weights that stay in float."""
+        """Return name -> shape of what stays in float: "conv.weight"."""
 
     @property
     @abstractmethod
@@ -36,6 +40,10 @@ class Mixer(ABC):
     @abstractmethod
     def list_states(self, width: int) -> Mapping[str, tuple[int, ...]]:
         """Return name -> shape of the state of one sequence, float32."""
+
+    def list_joined(self) -> Joined:
+        """Return what sources may have as one tensor, by rows that take turns."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -50,9 +58,11 @@ class ShortConvolution(Mixer):
 
     Attributes:
         kernel: Rows that a result depends on.
+        has_bias: Whether the convolution adds a bias.
     """
 
     kernel: int
+    has_bias: bool = False
 
     def __post_init__(self) -> None:
         check_kernel(self.kernel)
@@ -61,7 +71,8 @@ class ShortConvolution(Mixer):
         return {"conv_in": (3 * width, width), "conv_out": (width, width)}
 
     def list_constants(self, width: int) -> Mapping[str, tuple[int, ...]]:
-        return {"conv": (width, self.kernel)}
+        biases = {"conv.bias": (width,)} if self.has_bias else {}
+        return {"conv.weight": (width, self.kernel), **biases}
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
@@ -69,6 +80,94 @@ class ShortConvolution(Mixer):
 
     def list_states(self, width: int) -> Mapping[str, tuple[int, ...]]:
         return {"rows": (self.kernel - 1, width)}
+
+
+@dataclass(frozen=True)
+class DeltaNet(Mixer):
+    """A gated delta net (Qwen3-Next, Qwen3.5): a matrix for each head instead of keys and values.
+
+    q, k, v = silu(convolution(delta_in(h))), as rows of heads; q and k are normalized
+
+    decay = exp(delta_rate * softplus(delta_decay(h) + delta_shift))
+
+    y = qnn.gated_delta(q, k, v, decay, sigmoid(delta_strength(h)), memory)
+
+    result = delta_out(rms_norm(y) * silu(delta_gate(h)))
+
+    Attributes:
+        key_heads, key_width: Heads of queries and keys, and their width.
+        value_heads, value_width: Heads of values, and their width.
+        kernel: Rows that a result of the convolution depends on.
+        is_tiled: Whether value head h reads key head h % key_heads, see `qnn.gated_delta`.
+    """
+
+    key_heads: int
+    key_width: int
+    value_heads: int
+    value_width: int
+    kernel: int
+    is_tiled: bool = False
+
+    def __post_init__(self) -> None:
+        check_kernel(self.kernel)
+        sizes = (self.key_heads, self.key_width, self.value_heads, self.value_width)
+        if not all(1 <= size < MOST_STATE for size in sizes) or self.value_heads % self.key_heads:
+            raise ModelError(
+                f"A layer of the model has {format_count(self.value_heads, 'head')} of values of "
+                f"width {self.value_width} and {self.key_heads} of keys of width "
+                f"{self.key_width}; allowed: numbers from 1 on, and a divisor of the first.",
+                code="RQ204",
+            )
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Columns of queries, keys and values."""
+        keys = self.key_heads * self.key_width
+        return keys, keys, self.value_heads * self.value_width
+
+    def list_products(self, width: int) -> Mapping[str, tuple[int, int]]:
+        return {
+            "delta_in": (sum(self.sizes), width),
+            "delta_gate": (self.sizes[2], width),
+            "delta_strength": (self.value_heads, width),
+            "delta_decay": (self.value_heads, width),
+            "delta_out": (width, self.sizes[2]),
+        }
+
+    def list_constants(self, width: int) -> Mapping[str, tuple[int, ...]]:
+        return {
+            "delta_conv.weight": (sum(self.sizes), self.kernel),
+            "delta_rate.weight": (self.value_heads,),
+            "delta_shift.bias": (self.value_heads,),
+            "delta_gain.weight": (self.value_width,),
+        }
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        return (("delta_in", "delta_gate", "delta_strength", "delta_decay"), ("delta_out",))
+
+    def list_states(self, width: int) -> Mapping[str, tuple[int, ...]]:
+        return {
+            "rows": (self.kernel - 1, sum(self.sizes)),
+            "memory": (self.value_heads, self.key_width, self.value_width),
+        }
+
+    def list_joined(self) -> Joined:
+        """Qwen3-Next has queries, keys, values and gates of one key head after the other."""
+        share = self.value_heads // self.key_heads
+        values = share * self.value_width
+        q, k, v, gate = take_turns((self.key_width, self.key_width, values, values), self.key_heads)
+        strength, decay = take_turns((share, share), self.key_heads)
+        return {
+            "delta_in_gate": {"delta_in": np.concatenate([q, k, v]), "delta_gate": gate},
+            "delta_strength_decay": {"delta_strength": strength, "delta_decay": decay},
+        }
+
+
+def take_turns(sizes: tuple[int, ...], count: int) -> list[np.ndarray]:
+    """Return the rows of each part if parts of `sizes` rows take turns `count` times."""
+    starts = np.arange(count)[:, None] * sum(sizes)
+    return [(starts + sum(sizes[:i]) + np.arange(size)).reshape(-1) for i, size in enumerate(sizes)]
 
 
 def check_kernel(kernel: int) -> None:

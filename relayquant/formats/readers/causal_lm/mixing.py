@@ -9,11 +9,14 @@ import numpy as np
 from tvm import relax
 
 from relayquant.formats.readers.causal_lm.config import LayerConfig
-from relayquant.formats.readers.causal_lm.mixers import ShortConvolution
+from relayquant.formats.readers.causal_lm.mixers import DeltaNet, ShortConvolution
 from relayquant.formats.readers.causal_lm.parts import FunctionParts, number
 from relayquant.ir.dialect import qnn
 
 Expr = relax.Expr
+
+#: What is added to a sum of squares before its root divides queries and keys.
+LEAST_SQUARE = 1e-6
 
 
 def mix_rows(parts: FunctionParts, name: str, i: int, layer: LayerConfig, h: Expr) -> Expr:
@@ -72,7 +75,11 @@ def attend(parts: FunctionParts, name: str, i: int, layer: LayerConfig, h: Expr)
     )  # fmt: skip
     width = config.heads * config.head_width
     flat = relax.op.reshape(attended, (parts.sequences, parts.rows, width))
-    return parts.multiply(f"{name}.out", parts.emit(flat, f"{name}.seen"))["out"]
+    seen = parts.emit(flat, f"{name}.seen")
+    if config.has_gates:
+        share = parts.emit(relax.op.sigmoid(found["attention_gate"]), f"{name}.share")
+        seen = parts.emit(relax.op.multiply(seen, share), f"{name}.gated")
+    return parts.multiply(f"{name}.out", seen)["out"]
 
 
 def update_cache(parts: FunctionParts, name: str, rows: Expr) -> tuple[Expr, Expr]:
@@ -103,6 +110,66 @@ def mix_by_convolution(
     seen = convolve(parts, f"{name}.conv", f"rows.{i}", rows)
     gated = parts.emit(relax.op.multiply(b, seen), f"{name}.conv.gated")
     return parts.multiply(f"{name}.conv_out", gated)["conv_out"]
+
+
+def mix_by_delta(parts: FunctionParts, name: str, i: int, mixer: DeltaNet, h: Expr) -> Expr:
+    """Return out(rms_norm(what the heads remember) * silu(gate(h)))."""
+    found = parts.multiply(f"{name}.delta_in", h)
+    rows = convolve(parts, f"{name}.delta_conv", f"rows.{i}", found["delta_in"])
+    rows = parts.emit(relax.op.nn.silu(rows), f"{name}.delta.rows")
+    heads, at = {}, 0
+    for part, size in zip("qkv", mixer.sizes, strict=True):
+        cut = parts.emit(relax.op.strided_slice(rows, [2], [at], [at + size]), f"{name}.{part}")
+        kind = (mixer.value_heads, mixer.value_width)
+        if part != "v":
+            kind = (mixer.key_heads, mixer.key_width)
+        shape = (parts.sequences, parts.rows, *kind)
+        heads[part] = parts.emit(relax.op.reshape(cut, shape), f"{name}.{part}.heads")
+        at += size
+    for part in "qk":
+        heads[part] = normalize_head(parts, f"{name}.{part}", heads[part], part == "q")
+    strength = parts.emit(relax.op.sigmoid(found["delta_strength"]), f"{name}.delta.share")
+    decay = find_decay(parts, name, found["delta_decay"])
+    slot = f"memory.{i}"
+    pair = parts.emit(
+        qnn.gated_delta(
+            *heads.values(), decay, strength, parts.state[slot], parts.positions, parts.counts,
+            mixer.is_tiled,
+        ),
+        f"{name}.delta",
+    )  # fmt: skip
+    parts.state[slot] = parts.emit(pair[1], f"{slot}.next")
+    gain = parts.network.constants[f"{name}.delta_gain.weight"]
+    read = parts.emit(pair[0], f"{name}.delta.read")
+    read = relax.op.nn.rms_norm(read, gain, [-1], parts.config.epsilon)
+    flat = (parts.sequences, parts.rows, mixer.sizes[2])
+    read = parts.emit(read, f"{name}.delta.normed")
+    read = parts.emit(relax.op.reshape(read, flat), f"{name}.delta.flat")
+    gate = parts.emit(relax.op.nn.silu(found["delta_gate"]), f"{name}.delta.gate")
+    gated = parts.emit(relax.op.multiply(read, gate), f"{name}.delta.gated")
+    return parts.multiply(f"{name}.delta_out", gated)["delta_out"]
+
+
+def normalize_head(parts: FunctionParts, name: str, rows: Expr, is_query: bool) -> Expr:
+    """Return x / sqrt(sum(x^2) + e) of each head of width K; of queries divided by sqrt(K).
+
+    It is the norm x / sqrt(sum(x^2) / K + e / K) times a weight.
+    """
+    width = int(rows.ty.shape[-1])
+    weight = np.full(width, 1 / width if is_query else width**-0.5, "float32")
+    normed = relax.op.nn.rms_norm(rows, relax.const(weight), [-1], LEAST_SQUARE / width)
+    return parts.emit(normed, f"{name}.normed")
+
+
+def find_decay(parts: FunctionParts, name: str, x: Expr) -> Expr:
+    """Return exp(rate * softplus(x + shift)) of each head."""
+    constants = parts.network.constants
+    x = parts.emit(relax.op.add(x, constants[f"{name}.delta_shift.bias"]), f"{name}.delta.shifted")
+    x = parts.emit(relax.op.nn.softplus(x), f"{name}.delta.softplus")
+    x = parts.emit(
+        relax.op.multiply(x, constants[f"{name}.delta_rate.weight"]), f"{name}.delta.log"
+    )
+    return parts.emit(relax.op.exp(x), f"{name}.delta.decay")
 
 
 def convolve(parts: FunctionParts, name: str, slot: str, x: Expr) -> Expr:
@@ -140,4 +207,5 @@ def forget(parts: FunctionParts, state: Expr) -> Expr:
 #: Kind of a mixer -> (parts, name and number of the layer, mixer, rows) -> what it computes.
 MIXERS: dict[type, Callable[[FunctionParts, str, int, Any, Expr], Expr]] = {
     ShortConvolution: mix_by_convolution,
+    DeltaNet: mix_by_delta,
 }

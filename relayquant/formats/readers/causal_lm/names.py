@@ -39,6 +39,7 @@ class TensorNames:
         is_transposed: Whether weights of products are stored as (inputs, outputs).
         has_turned_stacks: Whether stacks of floats are (experts, inputs, outputs).
         is_alternating: Whether rows of the parts of a stack take turns.
+        has_logs: Whether rates of decay are stored as log(-rate).
         is_paired: Whether rows of q and k are stored for pairs of neighbours and not of halves
             (`Rotary` has halves).
     """
@@ -50,11 +51,12 @@ class TensorNames:
     is_transposed: bool = False
     has_turned_stacks: bool = False
     is_alternating: bool = False
+    has_logs: bool = False
     is_paired: bool = False
 
 
 #: Weights of one output, or of convolutions: sources have axes of size 1 there, or have not.
-ONES = ("share", "conv")
+ONES = ("share", "conv", "delta_conv")
 #: Matrices that every source stores as (vocabulary or positions, width).
 TABLES = ("embedding", "positions", "classifier")
 
@@ -91,10 +93,11 @@ def translate_tensors(
                 own = {each: tensors[each] for each in sources}
                 found[name] = join_experts(names, sizes, part, own, experts.count)
             continue
+        mixed = config.list_joined(config.layers[int(layer)]) if layer else {}
         joined = next(
             (
                 (known, source)
-                for known, parts in JOINED.items()
+                for known, parts in [*mixed.items(), *JOINED.items()]
                 if part in parts and (source := find_name(names, known, layer, suffix)) in tensors
             ),
             None,
@@ -111,15 +114,21 @@ def translate_tensors(
         is_matrix = len(shape) == 2
         if names.is_transposed and is_matrix and part not in TABLES:
             tensor = tensor.transpose()
-        if joined:
+        if joined and joined[0] in mixed:
+            rows = mixed[joined[0]]
+            check_rows(source, tensor, sum(map(len, rows.values())))
+            tensor = tensor.take_rows(rows[part])
+        elif joined:
             parts = JOINED[joined[0]]
             sizes = [shapes[f"layers.{layer}.{each}.weight"][0] for each in parts]
             tensor = cut_joined(sizes, parts.index(part), source, tensor)
         check_shape(source, tensor, shape)
         if names.is_paired and part in ("q", "k"):
             tensor = tensor.take_rows(order_halves(config, part))
+        if names.has_logs and part == "delta_rate":
+            tensor = tensor.map_floats(lambda logs: -np.exp(logs))
         if config.norm_shift and part.endswith("norm") and suffix == "weight":
-            tensor = tensor.shift(config.norm_shift)
+            tensor = tensor.map_floats(partial(np.add, np.float32(config.norm_shift)))
         found[name] = tensor
     if missing:
         raise ModelError(
@@ -244,13 +253,18 @@ def cut_joined(sizes: Sequence[int], at: int, source: str, tensor: StoredTensor)
     Raises:
         ModelError: it does not have the rows of all its parts.
     """
-    if tensor.shape[:1] != (sum(sizes),):
+    check_rows(source, tensor, sum(sizes))
+    return tensor.take_rows(slice(sum(sizes[:at]), sum(sizes[: at + 1])))
+
+
+def check_rows(source: str, tensor: StoredTensor, rows: int) -> None:
+    """Raise unless the tensor has so many rows."""
+    if tensor.shape[:1] != (rows,):
         raise ModelError(
             f"Tensor {source!r} has shape {tensor.shape}; the model's metadata says "
-            f"{format_count(sum(sizes), 'row')}.",
+            f"{format_count(rows, 'row')}.",
             code="RQ204",
         )
-    return tensor.take_rows(slice(sum(sizes[:at]), sum(sizes[: at + 1])))
 
 
 def order_halves(config: CausalLMConfig, part: str) -> np.ndarray:

@@ -77,9 +77,9 @@ class StoredTensor:
         shape = (*outer, columns, rows)
         return StoredTensor(shape, FLOATS, lambda: self.read_floats().swapaxes(-1, -2))
 
-    def shift(self, offset: float) -> StoredTensor:
-        """Return the values plus a number, as floats."""
-        return StoredTensor(self.shape, FLOATS, lambda: self.read_floats() + np.float32(offset))
+    def map_floats(self, function: Callable[[np.ndarray], np.ndarray]) -> StoredTensor:
+        """Return a function of the values, as floats. It changes no shape."""
+        return StoredTensor(self.shape, FLOATS, lambda: function(self.read_floats()))
 
 
 def index_rows(weight: Weight, rows: slice | np.ndarray) -> Weight:

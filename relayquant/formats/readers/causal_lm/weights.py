@@ -19,7 +19,7 @@ from relayquant.ir.state import StateValue
 Expr = relax.Expr
 
 #: Matrices that stay in float: they choose experts, or are small.
-CONSTANTS = ("router", "share", "conv")
+CONSTANTS = ("router", "share", "conv", "delta_conv")
 #: The weights of all experts of a layer.
 EXPERTS = ("experts_gate", "experts_up", "experts_down")
 
@@ -115,7 +115,8 @@ class Network:
 
 def list_products(config: CausalLMConfig, layer: LayerConfig) -> list[tuple[str, ...]]:
     """Return the products of a layer that all rows share: those of the same data together."""
-    found: list[tuple[str, ...]] = [("q", "k", "v"), ("out",)]
+    gates = ("attention_gate",) if config.has_gates else ()
+    found: list[tuple[str, ...]] = [("q", "k", "v", *gates), ("out",)]
     if layer.mixer is not None:
         found = [*layer.mixer.groups]
     if layer.experts is None:
