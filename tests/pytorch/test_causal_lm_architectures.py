@@ -52,6 +52,19 @@ DELTA = {
     "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 24,
 }  # fmt: skip
+LATENT = {
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 40, "q_lora_rank": 48,
+    "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48, "first_k_dense_replace": 1,
+}  # fmt: skip
+GROUPS = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
+MSCALE = scale(
+    "yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.9, mscale_all_dim=0.7
+)
+GROWTH = scale(
+    "yarn", factor=4.0, original_max_position_embeddings=5, llama_4_scaling_beta=0.3,
+    mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0, max_position_embeddings=64,
+)  # fmt: skip
 #: case -> class of the config, what it has besides SIZES
 CASES = {
     "llama": ("LlamaConfig", {}),
@@ -156,6 +169,24 @@ CASES = {
         },
     ),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**EXPERTS, **DELTA}),
+    "deepseek_v2": ("DeepseekV2Config", {**LATENT, "q_lora_rank": None, "n_routed_experts": 6}),
+    "deepseek_v2, groups and yarn": (
+        "DeepseekV2Config",
+        {
+            **LATENT,
+            **GROUPS,
+            "topk_method": "group_limited_greedy",
+            "n_shared_experts": 1,
+            **MSCALE,
+        },
+    ),
+    "deepseek_v3": ("DeepseekV3Config", {**LATENT, **GROUPS, **MSCALE}),
+    "deepseek_v3, halves": (
+        "DeepseekV3Config",
+        {**LATENT, **GROUPS, "rope_interleave": False, "q_lora_rank": None, "attention_bias": True},
+    ),
+    "ministral3": ("Ministral3Config", {"head_dim": 24, **GROWTH}),
+    "ministral3, a window": ("Ministral3Config", {**WINDOW, "head_dim": 16, **GROWTH}),
     "gpt2": ("GPT2Config", {}),
     "gpt2, not tied": ("GPT2Config", {"tie_word_embeddings": False}),
 }
@@ -185,6 +216,8 @@ def make_config(kind, more):
         del sizes["num_key_value_heads"]
     if kind.startswith(("Qwen3Next", "Qwen3_5")):  # Attention is in each fourth layer.
         sizes = {**SIZES, "num_hidden_layers": 4}
+    if kind == "DeepseekV2Config":
+        sizes = {**SIZES, "num_experts_per_tok": 3}
     return getattr(transformers, kind)(**{**sizes, **more})
 
 
@@ -223,7 +256,7 @@ def read_ragged(run, tokens):
     return found
 
 
-@pytest.mark.parametrize("case", ["qwen3", *RUNNING])
+@pytest.mark.parametrize("case", ["qwen3", "deepseek_v3", *RUNNING])
 def test_load_causal_lm__sequences_of_different_lengths(case):
     """What fills up the shorter one is not read, nor what was there before a text began."""
     model = draw_model(make_config(*CASES[case]))
@@ -245,7 +278,7 @@ def test_load_causal_lm__sequences_of_different_lengths(case):
 
 @pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize("case", ["lfm2", "qwen3_5"])
+@pytest.mark.parametrize("case", ["lfm2", "qwen3_5", "deepseek_v3"])
 def test_compile__layers_with_a_state_of_their_own(tmp_path, case):
     """Float, and with weights of 4 bits that were kept in a file."""
     model = draw_model(make_config(*CASES[case]))
@@ -282,7 +315,9 @@ def read(values):
 def test_read_config__settings_that_are_missing_have_the_values_of_transformers(kind):
     config = make_config(kind, {})
     values = config.to_dict()
-    for name in values.keys() - NEEDED:
+    # The class of DeepSeek-V2 has no number.
+    needed = NEEDED | ({"num_experts_per_tok"} if kind == "DeepseekV2Config" else set())
+    for name in values.keys() - needed:
         given = {key: value for key, value in values.items() if key != name}
         whole = type(config).from_dict(copy.deepcopy(given)).to_dict()
         assert read(given) == read(whole), name

@@ -39,6 +39,20 @@ DELTA = {
     "head_dim": HEAD, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16, "v_head_dim": 32, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64, "first_k_dense_replace": 1,
+}  # fmt: skip
+MSCALE = {
+    "rope_type": "yarn", "rope_theta": 700.0, "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+GROWTH = {
+    "rope_type": "yarn", "rope_theta": 700.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3, "beta_fast": 32.0,
+    "beta_slow": 1.0, "max_position_embeddings": LENGTH,
+}  # fmt: skip
 #: case -> "general.architecture", class of the config, what it has besides SIZES
 CASES = {
     "olmo2": ("olmo2", "Olmo2Config", {}),
@@ -65,6 +79,29 @@ CASES = {
         "Qwen3_5MoeTextConfig",
         {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 32},
     ),
+    "deepseek_v2, lite": (
+        "deepseek2",
+        "DeepseekV2Config",
+        {**LATENT, "q_lora_rank": None, "n_routed_experts": 6},
+    ),
+    "deepseek_v2, yarn": (
+        "deepseek2",
+        "DeepseekV2Config",
+        {**LATENT, "n_routed_experts": 6, "rope_parameters": MSCALE},
+    ),
+    "deepseek_v3": (
+        "deepseek2",
+        "DeepseekV3Config",
+        {
+            **LATENT,
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": MSCALE,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "ministral3": ("mistral3", "Ministral3Config", {"head_dim": HEAD, "rope_parameters": GROWTH}),
     "lfm2_moe": ("lfm2moe", "Lfm2MoeConfig", {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 2}),
 }
 
@@ -85,8 +122,7 @@ def write_gguf(path, architecture, model, guessing=0):
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     add_mixers(writer, config)
-    writer.add_key_length(HEAD)
-    writer.add_value_length(HEAD)
+    add_widths(writer, config)
     if hasattr(config, "layer_norm_eps"):
         writer.add_layer_norm_eps(config.layer_norm_eps)
     else:
@@ -111,6 +147,29 @@ def write_gguf(path, architecture, model, guessing=0):
     writer.close()
 
 
+def add_widths(writer, config):
+    """Widths of heads. Those of latent attention are of a row of its cache, and of its heads."""
+    if not hasattr(config, "kv_lora_rank"):
+        writer.add_key_length(HEAD)
+        writer.add_value_length(HEAD)
+        return
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if config.model_type == "deepseek_v3":
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
 def list_tensors(model):
     """Tensors as llama.cpp has them: names that the package knows, and no axes of size 1."""
     is_tiled = model.config.model_type.startswith("qwen3_5")
@@ -120,6 +179,15 @@ def list_tensors(model):
             for part, half in zip(("gate", "up"), np.split(array, 2, 1), strict=True):
                 yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight", half
             continue
+        if "kv_b_proj" in name:
+            heads = array.reshape(model.config.num_attention_heads, -1, array.shape[1])
+            keys, values = np.split(heads, [model.config.qk_nope_head_dim], 1)
+            yield name.replace("kv_b_proj", "k_b_proj"), keys.swapaxes(1, 2)
+            yield name.replace("kv_b_proj", "v_b_proj"), values
+            continue
+        if model.config.model_type == "ministral3" and ("q_proj" in name or "k_proj" in name):
+            array = array.reshape(-1, 2, HEAD // 2, array.shape[1]).swapaxes(1, 2)
+            array = array.reshape(-1, array.shape[-1])
         if ".conv" in name and array.ndim == 3:
             array = array[:, 0]
         if name.endswith("A_log"):
@@ -128,8 +196,16 @@ def list_tensors(model):
             array = array + np.float32(".linear_attn." not in name)
         if is_tiled and ".linear_attn." in name:
             array = tile_heads(name, array, model.config)
-        name = name.replace("expert_bias", "expert_bias.bias").replace("dt_bias", "dt_proj.bias")
+        for before, after in RENAMED.items():
+            name = name.replace(before, after)
         yield f"{name}.weight" if name.endswith("down_proj") else name, array
+
+
+#: Names of tensors that the package does not know -> names that it knows
+RENAMED = {
+    "expert_bias": "expert_bias.bias", "dt_bias": "dt_proj.bias",
+    "e_score_correction_bias": "e_score_correction.bias",
+}  # fmt: skip
 
 
 def tile_heads(name, array, config):
@@ -155,7 +231,7 @@ def add_mixers(writer, config):
         writer.add_head_count_kv([heads * (kind == "full_attention") for kind in kinds])
         writer.add_shortconv_l_cache(config.conv_L_cache)
     else:
-        writer.add_head_count_kv(heads)
+        writer.add_head_count_kv(1 if hasattr(config, "kv_lora_rank") else heads)
     if "linear_attention" in kinds:
         writer.add_full_attention_interval(kinds.index("full_attention") + 1)
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
@@ -168,7 +244,7 @@ def add_mixers(writer, config):
         writer.add_leading_dense_block_count(config.num_dense_layers)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if hasattr(config, "moe_intermediate_size"):
-        writer.add_expert_count(config.num_experts)
+        writer.add_expert_count(getattr(config, "n_routed_experts", None) or config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if hasattr(config, "shared_expert_intermediate_size"):
@@ -179,11 +255,17 @@ def add_rotary(writer, config):
     values = config.rope_parameters
     values = values.get("full_attention", values)
     writer.add_rope_freq_base(values["rope_theta"])
-    writer.add_rope_dimension_count(int(HEAD * values.get("partial_rotary_factor", 1)))
+    turned = getattr(config, "qk_rope_head_dim", HEAD) * values.get("partial_rotary_factor", 1)
+    writer.add_rope_dimension_count(int(turned))
     if values["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(values["factor"])
         writer.add_rope_scaling_orig_ctx_len(values["original_max_position_embeddings"])
+        if "llama_4_scaling_beta" in values:
+            writer.add_attn_temperature_scale(values["llama_4_scaling_beta"])
+            writer.add_rope_scaling_yarn_log_mul(values["mscale_all_dim"])
+        elif "mscale_all_dim" in values:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * values["mscale_all_dim"])
 
 
 @pytest.mark.parametrize("case", CASES)

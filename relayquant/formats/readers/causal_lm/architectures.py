@@ -21,8 +21,13 @@ from relayquant.formats.readers.causal_lm.config import (
     Rotary,
 )
 from relayquant.formats.readers.causal_lm.fields import Fields
-from relayquant.formats.readers.causal_lm.mixers import DeltaNet, Mixer, ShortConvolution
-from relayquant.formats.readers.causal_lm.names import TensorNames
+from relayquant.formats.readers.causal_lm.mixers import (
+    DeltaNet,
+    LatentAttention,
+    Mixer,
+    ShortConvolution,
+)
+from relayquant.formats.readers.causal_lm.names import TensorNames, leave_out_layers
 from relayquant.formats.readers.causal_lm.rotary import make_rotary
 
 #: Name in config.json -> function.
@@ -148,7 +153,7 @@ def read_config(
     )
     if heads < 1:
         raise fields.refuse(("num_attention_heads",), heads, "an integer from 1 on")
-    head = fields.integer("head_dim", default=width // heads)
+    head = fields.integer("qk_rope_head_dim", "head_dim", default=width // heads)
     most = fields.integer("max_position_embeddings", "n_positions")
     activation = fields.text(
         "hidden_activation", "hidden_act", "activation_function", default="silu"
@@ -184,7 +189,9 @@ def read_config(
         score_cap=fields.number("final_logit_softcapping", default=0.0),
         is_tied=fields.flag("tie_word_embeddings") or not (says_tied or classifier in tensors),
     )
-    return row.adjust(fields, config), row.names
+    guessing = fields.integer("num_nextn_predict_layers", "num_mtp_layers", default=0)
+    names = leave_out_layers(row.names, range(count, count + guessing))
+    return row.adjust(fields, config), names
 
 
 def read_layers(
@@ -322,6 +329,27 @@ def read_rotary(fields: Fields, row: ModelRow, kind: str, head: int, length: int
 
 
 # --- What differs from Llama --------------------------------------------------------------------
+
+
+def adjust_ministral3(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    """Queries grow with their position."""
+    values = fields.get("rope_scaling", "rope_parameters")
+    scaling = Fields(values if isinstance(values, Mapping) else MINISTRAL3_ROTARY)
+    growth = scaling.number("llama_4_scaling_beta", default=0.0)
+    if not growth:
+        return config
+    return grow_queries(config, growth, scaling.integer("original_max_position_embeddings"))
+
+
+def grow_queries(config: CausalLMConfig, growth: float, length: int) -> CausalLMConfig:
+    """Return the model with queries that grow each `length` positions."""
+    layers = (
+        replace(layer, rotary=replace(layer.rotary, growth=growth, growth_length=length))
+        if layer.rotary
+        else layer
+        for layer in config.layers
+    )
+    return replace(config, layers=tuple(layers))
 
 
 def adjust_qwen2(_fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
@@ -487,6 +515,76 @@ def adjust_olmoe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
         is_normalized=fields.flag("norm_topk_prob"),
     )
     return replace(add_experts(config, experts), has_row_norms=True)
+
+
+def adjust_deepseek(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    """Attention to latent vectors. Scores are larger where rotary positions are scaled by YaRN."""
+    latent = LatentAttention(
+        fields.integer("kv_lora_rank"),
+        fields.integer("qk_nope_head_dim"),
+        fields.integer("qk_rope_head_dim"),
+        fields.integer("v_head_dim"),
+        fields.integer("q_lora_rank", default=0),
+        is_paired=fields.flag("rope_interleave", default=True),
+    )
+    scaling = fields.get("rope_scaling", "rope_parameters") or {}
+    scaling = Fields(scaling if isinstance(scaling, Mapping) else {})
+    weight, factor = (scaling.number(name, default=0.0) for name in ("mscale_all_dim", "factor"))
+    magnitude = 0.1 * weight * math.log(factor) + 1 if weight and factor > 1 else 1.0
+    parts = {"latent", "k_turned", "q_latent", "out"}
+    return replace(
+        config,
+        groups=1,
+        head_width=latent.width,
+        latent=latent,
+        query_scale=magnitude**2 / math.sqrt(latent.plain + latent.turned),
+        biases=frozenset(parts if "q" in config.biases else ()) | (config.biases - set("qkv")),
+    )
+
+
+def adjust_deepseek_v2(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    """A group is chosen by its best expert. Shares are those of all experts."""
+    method = fields.text("topk_method")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise fields.refuse(("topk_method",), method, "greedy or group_limited_greedy")
+    is_grouped = method != "greedy"
+    experts = ExpertConfig(
+        fields.integer("n_routed_experts"),
+        fields.integer("num_experts_per_tok"),
+        fields.integer("moe_intermediate_size"),
+        is_normalized=False,
+        shared=fields.integer("n_shared_experts") * fields.integer("moe_intermediate_size"),
+        groups=fields.integer("n_group") if is_grouped else 1,
+        chosen_groups=fields.integer("topk_group") if is_grouped else 1,
+        group_best=1,
+        scale=fields.number("routed_scaling_factor"),
+    )
+    return adjust_deepseek(fields, add_late_experts(fields, config, experts))
+
+
+def adjust_deepseek_v3(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    experts = ExpertConfig(
+        fields.integer("n_routed_experts"),
+        fields.integer("num_experts_per_tok"),
+        fields.integer("moe_intermediate_size"),
+        is_normalized=fields.flag("norm_topk_prob"),
+        shared=fields.integer("n_shared_experts") * fields.integer("moe_intermediate_size"),
+        is_sigmoid=True,
+        has_choice=True,
+        groups=fields.integer("n_group"),
+        chosen_groups=fields.integer("topk_group"),
+        sum_shift=1e-20,
+        scale=fields.number("routed_scaling_factor"),
+    )
+    return adjust_deepseek(fields, add_late_experts(fields, config, experts))
+
+
+def add_late_experts(
+    fields: Fields, config: CausalLMConfig, experts: ExpertConfig
+) -> CausalLMConfig:
+    """Experts in all layers but the first ones."""
+    dense = fields.integer("first_k_dense_replace")
+    return add_experts(config, experts, lambda i: i < dense)
 
 
 def adjust_lfm2(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
@@ -658,6 +756,24 @@ DELTA_NAMES = replace(
     unread=rf"{UNREAD}|(model\.)?mtp\..*",
     has_logs=True,
 )
+DEEPSEEK = replace(
+    MOE,
+    names={
+        **MOE.names,
+        "shared_gate": "model.layers.{}.mlp.shared_experts.gate_proj",
+        "shared_up": "model.layers.{}.mlp.shared_experts.up_proj",
+        "shared_down": "model.layers.{}.mlp.shared_experts.down_proj",
+        "choice": "model.layers.{}.mlp.choice",
+        "q_all": "model.layers.{}.self_attn.q_proj",
+        "q_latent": "model.layers.{}.self_attn.q_a_proj",
+        "q_latent_norm": "model.layers.{}.self_attn.q_a_layernorm",
+        "q_b_all": "model.layers.{}.self_attn.q_b_proj",
+        "latent_all": "model.layers.{}.self_attn.kv_a_proj_with_mqa",
+        "latent_norm": "model.layers.{}.self_attn.kv_a_layernorm",
+        "latent_both": "model.layers.{}.self_attn.kv_b_proj",
+    },
+    renamed={".gate.e_score_correction_bias": ".choice.bias"},
+)
 MIXTRAL = replace(
     MOE,
     renamed={
@@ -780,6 +896,12 @@ ALL_LAYERS = {**SILU, "sliding_window": 4096}
 LATE_LAYERS = {
     **ALL_LAYERS, "use_sliding_window": False, "max_window_layers": 28, "layer_types": None,
 }  # fmt: skip
+MINISTRAL3_SETTINGS = {**SILU, "rms_norm_eps": 1e-5, "sliding_window": None}
+MINISTRAL3_ROTARY = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 GEMMA = {**SHARED, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": False}
 GEMMA1_SETTINGS = {**GEMMA, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": None}
 GEMMA2_SETTINGS = {
@@ -860,6 +982,21 @@ DELTA_EXPERTS = {
 QWEN3_NEXT_SETTINGS = {**DELTA_EXPERTS, "num_experts_per_tok": 10, "num_experts": 512}
 QWEN3_5_MOE_SETTINGS = {**DELTA_EXPERTS, "num_experts_per_tok": 8, "num_experts": 256}
 DELTA_RULE: dict[str, ReadMixer] = {"linear_attention": read_delta}
+DEEPSEEK_V2_SETTINGS = {
+    **SILU, **BIASES, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_experts_per_tok": None, "moe_intermediate_size": 1407, "first_k_dense_replace": 0,
+    "routed_scaling_factor": 1.0, "n_group": None, "topk_group": None, "topk_method": "greedy",
+    "num_nextn_predict_layers": None,
+}  # fmt: skip
+DEEPSEEK_V3_SETTINGS = {
+    **SILU, "attention_bias": False, "kv_lora_rank": 512, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+    "norm_topk_prob": True, "rope_interleave": True, "num_nextn_predict_layers": None,
+    "num_mtp_layers": 1,
+}  # fmt: skip
 OLMOE_SETTINGS = {
     **SILU, "rms_norm_eps": 1e-5, "attention_bias": False, "clip_qkv": None,
     "num_experts_per_tok": 8, "num_experts": 64, "norm_topk_prob": False,
@@ -912,6 +1049,9 @@ ARCHITECTURES: dict[str, ModelRow] = {
     "smollm3": ModelRow(LLAMA, SMOLLM3_SETTINGS, types=list_unturned),
     "mistral": ModelRow(LLAMA, ALL_LAYERS, types=in_pattern(1)),
     "ministral": ModelRow(LLAMA, {**ALL_LAYERS, "layer_types": None}, types=in_pattern(1)),
+    "ministral3": ModelRow(
+        LLAMA, MINISTRAL3_SETTINGS, adjust_ministral3, in_pattern(1), rotary=MINISTRAL3_ROTARY
+    ),
     "qwen2": ModelRow(LLAMA, LATE_LAYERS, adjust_qwen2, list_late),
     "qwen3": ModelRow(LLAMA, {**LATE_LAYERS, "attention_bias": False}, adjust_qwen3, list_late),
     "granite": ModelRow(LLAMA, {**SILU, **BIASES}, adjust_granite),
@@ -928,6 +1068,8 @@ ARCHITECTURES: dict[str, ModelRow] = {
     "qwen3_5_moe_text": ModelRow(
         DELTA_NAMES, QWEN3_5_MOE_SETTINGS, adjust_qwen3_next, list_each_fourth, mixers=DELTA_RULE
     ),
+    "deepseek_v2": ModelRow(DEEPSEEK, DEEPSEEK_V2_SETTINGS, adjust_deepseek_v2),
+    "deepseek_v3": ModelRow(DEEPSEEK, DEEPSEEK_V3_SETTINGS, adjust_deepseek_v3),
     "granitemoe": ModelRow(GRANITE_MOE, GRANITE_MOE_SETTINGS, adjust_granite_moe),
     "granitemoeshared": ModelRow(
         GRANITE_MOE, {**GRANITE_MOE_SETTINGS, "shared_intermediate_size": 0}, adjust_granite_moe

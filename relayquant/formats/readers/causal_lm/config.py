@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relayquant.errors import ModelError, format_count
-from relayquant.formats.readers.causal_lm.mixers import Joined, Mixer, take_turns
+from relayquant.formats.readers.causal_lm.mixers import Joined, LatentAttention, Mixer, take_turns
 
 #: Most layers and most elements along an axis that are believed of a file.
 MOST_LAYERS, MOST_SIZE = 4096, 1 << 31
@@ -40,10 +40,19 @@ class Rotary:
         frequencies: One for each pair. The first 2 * len(frequencies) elements of a head are
             turned, element i together with element i + len(frequencies).
         magnitude: Factor of cosines and sines.
+        growth, growth_length: Queries at position p are multiplied by 1 + growth * log(1 + p //
+            growth_length) in addition. 0: by nothing.
     """
 
     frequencies: tuple[float, ...]
     magnitude: float = 1.0
+    growth: float = 0.0
+    growth_length: int = 1
+
+    @property
+    def of_keys(self) -> Rotary:
+        """The rotary positions of keys."""
+        return replace(self, growth=0.0)
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,8 @@ class ExpertConfig:
     """A mixture of experts, instead of one feed-forward network.
 
     The experts of a row h are those with the largest shares p = softmax(router(h)), or p =
-    sigmoid(router(h)). With a choice, they are those with the largest p + choice:
+    sigmoid(router(h)). With a choice, they are those with the largest p + choice. With groups of
+    experts, they are in the groups whose largest ones have the largest sums:
 
         sum over the chosen e of p[e] * down_e(activation(gate_e(h)) * up_e(h))
 
@@ -66,6 +76,8 @@ class ExpertConfig:
         is_normalized: Whether the shares of the chosen are divided by their sum.
         is_sigmoid, has_choice: Whether shares are sigmoids, and whether a learned number for each
             expert is added to choose.
+        groups, chosen_groups: Number of groups, and of those that a row chooses first.
+        group_best: Number of a group's experts that are added up for its choice.
         sum_shift: What is added to the sum before shares are divided by it.
         scale: Factor of the shares.
         shared: Elements inside a network that every row has in addition. 0: there is none.
@@ -83,6 +95,9 @@ class ExpertConfig:
     slope: float = 1.702
     is_sigmoid: bool = False
     has_choice: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    group_best: int = 2
     sum_shift: float = 0.0
     scale: float = 1.0
 
@@ -91,6 +106,14 @@ class ExpertConfig:
             raise ModelError(
                 f"A row of the model chooses {self.chosen} of "
                 f"{format_count(self.count, 'expert')}; allowed: 1 to all of them.",
+                code="RQ204",
+            )
+        groups = self.groups
+        if not 1 <= self.chosen_groups <= groups <= self.count or self.count % groups:
+            raise ModelError(
+                f"A row of the model chooses {self.chosen_groups} of "
+                f"{format_count(groups, 'group')} of "
+                f"{format_count(self.count, 'expert')}; allowed: 1 to all, of equal sizes.",
                 code="RQ204",
             )
         numbers = (self.slope, self.scale, self.sum_shift)
@@ -158,6 +181,8 @@ class CausalLMConfig:
         has_sinks: Whether each query head has one more score, a learned number (see
             `qnn.cached_attention`).
         has_gates: Whether results of attention are multiplied by sigmoid(attention_gate(h)).
+        latent: Attention to one latent vector of each token. Then `groups` is 1, and `head_width`
+            the width of a row of the cache. None: to keys and values.
         has_positions: Whether a learned vector of the position is added to the embedding.
         biases: Products with a bias: "q", "k", "v", "out", "gate", "up", "down", "classifier",
             "router", and "experts_gate", "experts_up", "experts_down", one expert after the other.
@@ -191,6 +216,7 @@ class CausalLMConfig:
     has_norm_biases: bool = True
     has_sinks: bool = False
     has_gates: bool = False
+    latent: LatentAttention | None = None
     has_positions: bool = False
     biases: frozenset[str] = frozenset()
     query_scale: float = 1.0
@@ -228,12 +254,7 @@ class CausalLMConfig:
                 code="RQ204",
             )
         for layer in self.layers:
-            if layer.rotary and 2 * len(layer.rotary.frequencies) > self.head_width:
-                raise ModelError(
-                    f"The model turns {2 * len(layer.rotary.frequencies)} elements of heads of "
-                    f"{self.head_width}.",
-                    code="RQ204",
-                )
+            self.check_rotary(layer.rotary)
         numbers = (
             self.epsilon, self.query_scale, self.attention_cap, self.score_cap,
             self.embedding_scale, self.residual_scale, self.score_scale,
@@ -241,6 +262,30 @@ class CausalLMConfig:
         if not all(map(math.isfinite, numbers)) or min(self.attention_cap, self.score_cap) < 0:
             raise ModelError(
                 f"A number of the model is not finite or below 0: {numbers}.", code="RQ204"
+            )
+
+    def check_rotary(self, rotary: Rotary | None) -> None:
+        """Raise ModelError unless heads of this width can have the rotary positions."""
+        if rotary is None:
+            return
+        turned = 2 * len(rotary.frequencies)
+        if turned > self.head_width:
+            raise ModelError(
+                f"The model turns {format_count(turned, 'element')} of heads of {self.head_width}.",
+                code="RQ204",
+            )
+        if not math.isfinite(rotary.growth) or rotary.growth_length < 1:
+            raise ModelError(
+                f"Queries of the model grow by {rotary.growth} each "
+                f"{format_count(rotary.growth_length, 'position')}; allowed: a finite number, and "
+                "positions from 1 on.",
+                code="RQ204",
+            )
+        if rotary.growth and turned != self.head_width:
+            raise ModelError(
+                "The model's queries grow with their position, and rotary positions turn a part "
+                "of each head; allowed: of one model only one of both.",
+                code="RQ202",
             )
 
     @property
@@ -279,6 +324,8 @@ class CausalLMConfig:
         """Return part -> (outputs, inputs) of a layer's matrices."""
         if layer.mixer is not None:
             found = dict(layer.mixer.list_products(self.width))
+        elif self.latent is not None:
+            found = self.latent.list_products(self.width, self.heads)
         else:
             heads, groups = self.heads * self.head_width, self.groups * self.head_width
             found = {
@@ -298,6 +345,8 @@ class CausalLMConfig:
         """Return what sources may have as one tensor, by rows that take turns."""
         if layer.mixer is not None:
             return layer.mixer.list_joined()
+        if self.latent is not None:
+            return self.latent.list_joined(self.heads)
         if not self.has_gates:
             return {}
         q, gate = take_turns((self.head_width, self.head_width), self.heads)
@@ -315,6 +364,8 @@ class CausalLMConfig:
         if layer.mixer is None and self.has_row_norms:
             sizes = {"q_norm": self.heads, "k_norm": self.groups}
             norms |= {name: count * self.head_width for name, count in sizes.items()}
+        if layer.mixer is None and self.latent is not None:
+            norms |= self.latent.list_norms()
         if self.has_post_norms:
             norms |= {"post_attention_norm": self.width, "post_ffn_norm": self.width}
         return norms

@@ -21,6 +21,7 @@ from relayquant.formats.readers.causal_lm.architectures import (
     TURN_ALL,
     ListTurned,
     add_experts,
+    grow_queries,
     leave_out,
     list_types,
     turn_windowed,
@@ -35,8 +36,13 @@ from relayquant.formats.readers.causal_lm.config import (
     NormKind,
 )
 from relayquant.formats.readers.causal_lm.fields import Fields
-from relayquant.formats.readers.causal_lm.mixers import DeltaNet, Mixer, ShortConvolution
-from relayquant.formats.readers.causal_lm.names import TensorNames
+from relayquant.formats.readers.causal_lm.mixers import (
+    DeltaNet,
+    LatentAttention,
+    Mixer,
+    ShortConvolution,
+)
+from relayquant.formats.readers.causal_lm.names import TensorNames, leave_out_layers
 from relayquant.formats.readers.causal_lm.rotary import make_rotary
 from relayquant.formats.readers.causal_lm.tensors import FLOATS, StoredTensor, Weight
 from relayquant.formats.readers.gguf.blocks import BLOCK_KINDS, read_blocks
@@ -73,6 +79,15 @@ NAMES: dict[str, str] = {
     "conv": "blk.{}.shortconv.conv",
     "conv_in": "blk.{}.shortconv.in_proj",
     "conv_out": "blk.{}.shortconv.out_proj",
+    "q_all": "blk.{}.attn_q",
+    "q_latent": "blk.{}.attn_q_a",
+    "q_latent_norm": "blk.{}.attn_q_a_norm",
+    "q_b_all": "blk.{}.attn_q_b",
+    "latent_all": "blk.{}.attn_kv_a_mqa",
+    "latent_norm": "blk.{}.attn_kv_a_norm",
+    "latent_both": "blk.{}.attn_kv_b",
+    "latent_keys": "blk.{}.attn_k_b",
+    "latent_values": "blk.{}.attn_v_b",
     "q_gate": "blk.{}.attn_q",
     "delta_in": "blk.{}.attn_qkv",
     "delta_gate": "blk.{}.attn_gate",
@@ -133,6 +148,9 @@ class GgufModelRow:
         limit: Bound of values inside of experts, see `ExpertConfig`.
         router: Values of "expert_gating_func" that it reads -> whether shares are sigmoids.
         sum_shift: See `ExpertConfig`.
+        scales_shares: Whether it reads groups of experts and the factor of their shares.
+        has_latents: Whether heads have other widths than "attention.key_length".
+        scaling: More settings "rope.scaling.*" that it reads.
         mixers: (metadata, number of layers) -> what each layer has instead of attention.
         adjust: What depends on other metadata.
     """
@@ -147,6 +165,9 @@ class GgufModelRow:
     limit: float = 0.0
     router: Mapping[int, bool] = field(default_factory=lambda: SOFTMAX)
     sum_shift: float = 0.0
+    scales_shares: bool = False
+    has_latents: bool = False
+    scaling: tuple[str, ...] = ()
     mixers: Callable[[Fields, int], Sequence[Mixer | None]] = lambda _fields, count: [None] * count
     adjust: Callable[[Fields, CausalLMConfig], CausalLMConfig] = lambda _fields, config: config
 
@@ -182,7 +203,7 @@ def read_gguf_config(
     row, fields = GGUF_ARCHITECTURES[kind], Fields(header.metadata, f"{kind}.")
     if not fields.flag("attention.causal", default=True):
         raise fields.refuse(("attention.causal",), False, "true. It is an encoder")
-    check_scaling(header.metadata, f"{kind}.rope.scaling.")
+    check_scaling(header.metadata, f"{kind}.rope.scaling.", (*SCALING, *row.scaling))
     # Layers that guess several tokens at once stand behind the others.
     guessing = fields.integer("nextn_predict_layers", default=0)
     count = fields.integer("block_count") - guessing
@@ -192,7 +213,7 @@ def read_gguf_config(
     if heads < 1:
         raise fields.refuse(("attention.head_count",), heads, "an integer from 1 on")
     head = fields.integer("attention.key_length", default=width // heads)
-    if fields.integer("attention.value_length", default=head) != head:
+    if not row.has_latents and fields.integer("attention.value_length", default=head) != head:
         raise fields.refuse(("attention.value_length",), None, f"{head}, as the length of keys")
     most = fields.integer("context_length")
     embedding = tensors.get("token_embd.weight")
@@ -217,14 +238,6 @@ def read_gguf_config(
     )
     config = add_gguf_experts(fields, row, replace(config, **row.changes), tensors)  # pyright: ignore[reportArgumentType]
     return row.adjust(fields, config), leave_out_layers(row.names, range(count, count + guessing))
-
-
-def leave_out_layers(names: TensorNames, layers: Sequence[int]) -> TensorNames:
-    """Return the names, with layers that are not read."""
-    if not layers:
-        return names
-    numbers = "|".join(map(str, layers))
-    return replace(names, unread=rf"{names.unread}|blk\.({numbers})\..*")
 
 
 def list_groups(fields: Fields, count: int | None = None) -> list[int]:
@@ -273,7 +286,7 @@ def add_gguf_experts(
         return config
     for name in ("expert_group_count", "expert_weights_scale"):
         value = fields.get(name)
-        if value not in (None, 0, 1):
+        if value not in (None, 0, 1) and not row.scales_shares:
             raise fields.refuse((name,), value, "0 or 1. Other routers are not supported")
     gate = fields.integer("expert_gating_func", default=min(row.router))
     if gate not in row.router:
@@ -285,29 +298,34 @@ def add_gguf_experts(
     layers = [
         i for i in range(len(config.layers)) if f"{NAMES['router'].format(i)}.weight" in tensors
     ]
-    shared = tensors.get(f"{NAMES['shared_up'].format(0)}.weight")
+    first = layers[0] if layers else 0
+    shared = tensors.get(f"{NAMES['shared_up'].format(first)}.weight")
+    groups = fields.integer("expert_group_count", default=0) or 1
     experts = ExpertConfig(
         count,
         fields.integer("expert_used_count"),
         inner,
         is_normalized=fields.flag("expert_weights_norm", default=row.is_normalized),
         shared=0 if shared is None or not shared.shape else shared.shape[0],
-        has_share=f"{NAMES['share'].format(0)}.weight" in tensors,
+        has_share=f"{NAMES['share'].format(first)}.weight" in tensors,
         limit=row.limit,
         is_sigmoid=row.router[gate],
         has_choice=any(f"{NAMES['choice'].format(i)}.bias" in tensors for i in layers),
         sum_shift=row.sum_shift,
+        groups=groups,
+        chosen_groups=fields.integer("expert_group_used_count", default=0) or groups,
+        scale=fields.number("expert_weights_scale", default=0.0) or 1.0,
     )
     return add_experts(config, experts, lambda i: i not in layers)
 
 
-def check_scaling(metadata: Mapping[str, object], prefix: str) -> None:
+def check_scaling(metadata: Mapping[str, object], prefix: str, known: Sequence[str]) -> None:
     """Refuse settings of rotary positions that would not be used."""
     for name in metadata:
-        if name.startswith(prefix) and name.removeprefix(prefix) not in SCALING:
+        if name.startswith(prefix) and name.removeprefix(prefix) not in known:
             raise ModelError(
                 f"The model has {name[:60]!r}, which is not supported. Settings of scaled rotary "
-                f"positions that are: {', '.join(SCALING)}.",
+                f"positions that are: {', '.join(known)}.",
                 code="RQ202",
             )
 
@@ -455,6 +473,48 @@ def adjust_gguf_cohere(fields: Fields, config: CausalLMConfig) -> CausalLMConfig
     return replace(config, score_scale=fields.number("logit_scale", default=1.0))
 
 
+def adjust_gguf_deepseek(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    """Attention to latent vectors. With YaRN, rotary positions have no factor, and scores one."""
+    turned = fields.integer("rope.dimension_count")
+    key = fields.integer("attention.key_length_mla", "attention.key_length")
+    latent = LatentAttention(
+        fields.integer("attention.kv_lora_rank"),
+        key - turned,
+        turned,
+        fields.integer("attention.value_length_mla", "attention.value_length"),
+        fields.integer("attention.q_lora_rank", default=0),
+        config.epsilon,
+    )
+    factor = fields.number("rope.scaling.factor", default=1.0)
+    weight = fields.number("rope.scaling.yarn_log_multiplier", default=0.0)
+    magnitude = weight * math.log(factor) + 1 if factor > 1 else 1.0
+    layers = (
+        replace(layer, rotary=layer.rotary and replace(layer.rotary, magnitude=1.0))
+        for layer in config.layers
+    )
+    return replace(
+        config,
+        groups=1,
+        head_width=latent.width,
+        latent=latent,
+        layers=tuple(layers),
+        query_scale=magnitude**2 / math.sqrt(key),
+    )
+
+
+def adjust_gguf_mistral3(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    """Queries grow with their position. With YaRN, rotary positions have no factor."""
+    layers = (
+        replace(layer, rotary=layer.rotary and replace(layer.rotary, magnitude=1.0))
+        for layer in config.layers
+    )
+    config = replace(config, layers=tuple(layers))
+    growth = fields.number("attention.temperature_scale", default=0.0)
+    if not growth:
+        return config
+    return grow_queries(config, growth, fields.integer("rope.scaling.original_context_length"))
+
+
 def list_convolutions(fields: Fields, count: int) -> list[Mixer | None]:
     """Convolutions in layers without heads of keys and values."""
     convolution = ShortConvolution(fields.integer("shortconv.l_cache"))
@@ -527,6 +587,15 @@ GGUF_ARCHITECTURES: dict[str, GgufModelRow] = {
     "qwen3next": GgufModelRow(DELTA_NAMES, changes=GATES, mixers=list_deltas),
     "qwen35": GgufModelRow(DELTA_NAMES, changes=GATES, mixers=list_tiled_deltas),
     "qwen35moe": GgufModelRow(DELTA_NAMES, changes=GATES, mixers=list_tiled_deltas),
+    "deepseek2": GgufModelRow(
+        is_normalized=False,
+        router=SOFTMAX | SOFTMAX_OR_SIGMOID,
+        scales_shares=True,
+        has_latents=True,
+        scaling=("yarn_log_multiplier",),
+        adjust=adjust_gguf_deepseek,
+    ),
+    "mistral3": GgufModelRow(PAIRED, scaling=("yarn_log_multiplier",), adjust=adjust_gguf_mistral3),
     "phi2": GgufModelRow(changes={**LAYER_NORMS, "is_parallel": True}),
     "phi3": GgufModelRow(replace(PLAIN, names={**NAMES, "gate_up": "blk.{}.ffn_up"}), pattern=1),
     "gemma": GgufModelRow(changes=GELU, adjust=scale_embedding),

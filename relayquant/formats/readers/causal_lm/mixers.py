@@ -164,6 +164,93 @@ class DeltaNet(Mixer):
         }
 
 
+@dataclass(frozen=True)
+class LatentAttention:
+    """Attention to one latent vector of each token, from which all heads make keys and values
+    (MLA; DeepSeek-V2, arXiv 2405.04434).
+
+    c, r = latent_norm(latent(h)), turn(k_turned(h))
+
+    With a head's query p, t = q_plain(g), turn(q_turned(g)) and its matrices K and V, the key of a
+    token is (K c, r) and its value V c. So p^T K c = (K^T p)^T c: the cache has (r, c) alone.
+
+    g is h, or q_latent_norm(q_latent(h)).
+
+    Attributes:
+        rank: Elements of c.
+        plain, turned: Elements of p and of t.
+        values: Elements of a head's value.
+        query_rank: Elements of q_latent(h). 0: g is h.
+        epsilon: What the norms add to the variance.
+        is_paired: Whether sources store rows of t and r for pairs of neighbours.
+    """
+
+    rank: int
+    plain: int
+    turned: int
+    values: int
+    query_rank: int = 0
+    epsilon: float = 1e-6
+    is_paired: bool = True
+
+    def __post_init__(self) -> None:
+        sizes = (self.rank, self.plain, self.turned, self.values, self.query_rank + 1)
+        if not all(1 <= size < MOST_STATE for size in sizes) or self.turned % 2:
+            raise ModelError(
+                f"Latent attention of the model has the sizes {sizes}; allowed: numbers from 1 on.",
+                code="RQ204",
+            )
+
+    @property
+    def width(self) -> int:
+        """Elements of a row of the cache."""
+        return self.turned + self.rank
+
+    def list_products(self, width: int, heads: int) -> dict[str, tuple[int, int]]:
+        """Return part -> (outputs, inputs) of the matrices. Those of heads are one matrix, head by
+        head, `latent_keys` turned.
+        """
+        known = {"q_latent": (self.query_rank, width)} if self.query_rank else {}
+        source = self.query_rank or width
+        return {
+            "latent": (self.rank, width),
+            "k_turned": (self.turned, width),
+            **known,
+            "q_plain": (heads * self.plain, source),
+            "q_turned": (heads * self.turned, source),
+            "latent_keys": (heads * self.rank, self.plain),
+            "latent_values": (heads * self.values, self.rank),
+            "out": (width, heads * self.values),
+        }
+
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """The products that all rows share, those of the same data together."""
+        queries = ("q_plain", "q_turned")
+        if self.query_rank:
+            return [("latent", "k_turned", "q_latent"), queries, ("out",)]
+        return [("latent", "k_turned", *queries), ("out",)]
+
+    def list_norms(self) -> dict[str, int]:
+        """Return name -> size of the norms."""
+        known = {"q_latent_norm": self.query_rank} if self.query_rank else {}
+        return {"latent_norm": self.rank, **known}
+
+    def list_joined(self, heads: int) -> Joined:
+        """Return what sources have as one tensor."""
+        order = np.arange(self.turned)
+        if self.is_paired:
+            order = np.concatenate([order[::2], order[1::2]])
+        plain, turned = take_turns((self.plain, self.turned), heads)
+        keys, values = take_turns((self.plain, self.values), heads)
+        turned = turned.reshape(heads, self.turned)[:, order].reshape(-1)
+        return {
+            "q_b_all" if self.query_rank else "q_all": {"q_plain": plain, "q_turned": turned},
+            "latent_all": {"latent": np.arange(self.rank), "k_turned": self.rank + order},
+            "latent_both": {"latent_keys": keys, "latent_values": values},
+        }
+
+
 def take_turns(sizes: tuple[int, ...], count: int) -> list[np.ndarray]:
     """Return the rows of each part if parts of `sizes` rows take turns `count` times."""
     starts = np.arange(count)[:, None] * sum(sizes)

@@ -9,7 +9,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.formats.readers.causal_lm.config import LayerConfig
-from relayquant.formats.readers.causal_lm.mixers import DeltaNet, ShortConvolution
+from relayquant.formats.readers.causal_lm.mixers import DeltaNet, LatentAttention, ShortConvolution
 from relayquant.formats.readers.causal_lm.parts import FunctionParts, number
 from relayquant.ir.dialect import qnn
 
@@ -23,6 +23,8 @@ def mix_rows(parts: FunctionParts, name: str, i: int, layer: LayerConfig, h: Exp
     """Return what a layer computes of rows h (B, rows, width) and of those before, the same shape.
     The layer's state is replaced.
     """
+    if layer.mixer is None and parts.config.latent is not None:
+        return attend_latent(parts, name, i, layer, parts.config.latent, h)
     if layer.mixer is None:
         return attend(parts, name, i, layer, h)
     return MIXERS[type(layer.mixer)](parts, name, i, layer.mixer, h)
@@ -56,8 +58,8 @@ def attend(parts: FunctionParts, name: str, i: int, layer: LayerConfig, h: Expr)
         if config.has_head_norms:
             heads[part] = parts.normalize(f"{name}.{part}_norm", heads[part])
         if layer.rotary is not None:
-            angles = parts.network.angles[layer.rotary]
-            turned = qnn.rotate(heads[part], *angles, parts.positions)
+            rotary = layer.rotary if part == "q" else layer.rotary.of_keys
+            turned = qnn.rotate(heads[part], *parts.network.angles[rotary], parts.positions)
             heads[part] = parts.emit(turned, f"{name}.{part}.turned")
     cached = [
         operand
@@ -80,6 +82,50 @@ def attend(parts: FunctionParts, name: str, i: int, layer: LayerConfig, h: Expr)
         share = parts.emit(relax.op.sigmoid(found["attention_gate"]), f"{name}.share")
         seen = parts.emit(relax.op.multiply(seen, share), f"{name}.gated")
     return parts.multiply(f"{name}.out", seen)["out"]
+
+
+def attend_latent(
+    parts: FunctionParts, name: str, i: int, layer: LayerConfig, latent: LatentAttention, h: Expr
+) -> Expr:
+    """Return the attention over the latent vectors, after new ones are written to the cache."""
+    heads, found = parts.config.heads, parts.multiply(f"{name}.latent", h)
+    if latent.query_rank:
+        g = parts.normalize(f"{name}.q_latent_norm", found["q_latent"], latent.epsilon)
+        found |= parts.multiply(f"{name}.q_plain", g)
+    found["latent"] = parts.normalize(f"{name}.latent_norm", found["latent"], latent.epsilon)
+    sizes = {
+        "k_turned": (1, latent.turned), "latent": (1, latent.rank),
+        "q_turned": (heads, latent.turned), "q_plain": (heads, latent.plain),
+    }  # fmt: skip
+    for part, size in sizes.items():
+        shape = (parts.sequences, parts.rows, *size)
+        found[part] = parts.emit(relax.op.reshape(found[part], shape), f"{name}.{part}.heads")
+    each = relax.const(np.arange(heads, dtype="int32")[None, None])
+    each = relax.op.broadcast_to(each, (parts.sequences, parts.rows, heads))
+    each = parts.emit(each, f"{name}.each")
+    plain = parts.multiply_by_chosen(f"{name}.latent_keys", found["q_plain"], each, heads, {})
+    rows = {}
+    for part, pair in (
+        ("q", (found["q_turned"], plain)),
+        ("k", (found["k_turned"], found["latent"])),
+    ):
+        row = parts.emit(relax.op.concat(list(pair), -1), f"{name}.{part}.row")
+        if layer.rotary is not None:
+            turned = qnn.rotate(row, *parts.network.angles[layer.rotary], parts.positions)
+            row = parts.emit(turned, f"{name}.{part}.turned")
+        rows[part] = row
+    cached = update_cache(parts, f"keys.{i}", rows["k"])
+    attended = qnn.cached_attention(
+        rows["q"], *cached, *cached, parts.positions, parts.config.query_scale
+    )
+    attended = parts.emit(attended, f"{name}.attention")
+    seen = relax.op.strided_slice(attended, [3], [latent.turned], [latent.width])
+    seen = parts.emit(seen, f"{name}.latents")
+    values = parts.multiply_by_chosen(f"{name}.latent_values", seen, each, heads, {})
+    flat = (parts.sequences, parts.rows, heads * latent.values)
+    return parts.multiply(
+        f"{name}.out", parts.emit(relax.op.reshape(values, flat), f"{name}.seen")
+    )["out"]
 
 
 def update_cache(parts: FunctionParts, name: str, rows: Expr) -> tuple[Expr, Expr]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from relayquant.errors import ModelError, format_count
 from relayquant.formats.readers.causal_lm.config import CausalLMConfig
-from relayquant.formats.readers.causal_lm.tensors import StoredTensor, join_tensors
+from relayquant.formats.readers.causal_lm.tensors import FLOATS, StoredTensor, join_tensors
 
 #: Number of names that an error lists.
 SHOWN_NAMES = 4
@@ -55,6 +55,8 @@ class TensorNames:
     is_paired: bool = False
 
 
+#: Weights of the heads of latent attention.
+LATENT = ("latent_keys", "latent_values")
 #: Weights of one output, or of convolutions: sources have axes of size 1 there, or have not.
 ONES = ("share", "conv", "delta_conv")
 #: Matrices that every source stores as (vocabulary or positions, width).
@@ -122,9 +124,13 @@ def translate_tensors(
             parts = JOINED[joined[0]]
             sizes = [shapes[f"layers.{layer}.{each}.weight"][0] for each in parts]
             tensor = cut_joined(sizes, parts.index(part), source, tensor)
-        check_shape(source, tensor, shape)
+        if part not in LATENT:
+            check_shape(source, tensor, shape)
         if names.is_paired and part in ("q", "k"):
             tensor = tensor.take_rows(order_halves(config, part))
+        if part in LATENT:
+            tensor = arrange_heads(config, part, tensor)
+            check_shape(source, tensor, shape)
         if names.has_logs and part == "delta_rate":
             tensor = tensor.map_floats(lambda logs: -np.exp(logs))
         if config.norm_shift and part.endswith("norm") and suffix == "weight":
@@ -255,6 +261,33 @@ def cut_joined(sizes: Sequence[int], at: int, source: str, tensor: StoredTensor)
     """
     check_rows(source, tensor, sum(sizes))
     return tensor.take_rows(slice(sum(sizes[:at]), sum(sizes[: at + 1])))
+
+
+def arrange_heads(config: CausalLMConfig, part: str, tensor: StoredTensor) -> StoredTensor:
+    """Return the weights of all heads, head by head: (heads * N, K). A stack has them so. A matrix
+    has keys turned, (heads * K, N).
+    """
+    if len(tensor.shape) == 3:
+        return tensor.flatten()
+    latent = config.latent
+    if part != "latent_keys" or latent is None:
+        return tensor
+    stack = (config.heads, latent.plain, latent.rank)
+    shape = (config.heads * latent.rank, latent.plain)
+
+    def read() -> np.ndarray:
+        return tensor.read_floats().reshape(stack).swapaxes(1, 2).reshape(shape)
+
+    return StoredTensor(shape, FLOATS, read)
+
+
+def leave_out_layers(names: TensorNames, layers: Sequence[int]) -> TensorNames:
+    """Return the names, with layers that are not read."""
+    if not layers:
+        return names
+    prefix = re.escape(names.names["attention_norm"].partition("{}")[0])
+    numbers = "|".join(map(str, layers))
+    return replace(names, unread=rf"{names.unread}|{prefix}({numbers})\..*")
 
 
 def check_rows(source: str, tensor: StoredTensor, rows: int) -> None:

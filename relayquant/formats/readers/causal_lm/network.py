@@ -33,6 +33,8 @@ from relayquant.ir.state import with_state
 
 Expr = relax.Expr
 
+#: Less than any share.
+LEAST = -1e30
 #: function -> operator
 ACTIVATIONS = {
     HiddenFunction.SILU: relax.op.nn.silu,
@@ -162,7 +164,7 @@ class FunctionBuilder(FunctionParts):
         quantized: dict[int, tuple[Expr, Expr]] = {}
         parts = {
             part: self.multiply_by_chosen(
-                f"{name}.experts_{part}", rows, chosen, experts, quantized
+                f"{name}.experts_{part}", rows, chosen, experts.count, quantized
             )
             for part in ("gate", "up")
         }
@@ -170,7 +172,7 @@ class FunctionBuilder(FunctionParts):
             hidden = self.limit_gate(f"{name}.experts_", parts["gate"], parts["up"], experts)
         else:
             hidden = self.gate(f"{name}.experts_", parts["gate"], parts["up"])
-        found = self.multiply_by_chosen(f"{name}.experts_down", hidden, chosen, experts, {})
+        found = self.multiply_by_chosen(f"{name}.experts_down", hidden, chosen, experts.count, {})
         weighted = relax.op.multiply(
             found, self.emit(relax.op.expand_dims(shares, -1), f"{name}.best.columns")
         )
@@ -196,12 +198,14 @@ class FunctionBuilder(FunctionParts):
         if experts.has_choice:
             choice = self.network.constants[f"{name}.choice.bias"]
             ranked = self.emit(relax.op.add(all_shares, choice), f"{name}.ranked")
+        if experts.chosen_groups < experts.groups:
+            ranked = self.leave_out_groups(name, experts, ranked)
         best = self.emit(
             relax.op.topk(ranked, experts.chosen, -1, "both", True, "int32"), f"{name}.best"
         )
         shares = self.emit(best[0], f"{name}.best.shares")
         chosen = self.emit(best[1], f"{name}.chosen")
-        if experts.has_choice:
+        if ranked is not all_shares:
             at = self.emit(relax.op.astype(chosen, "int64"), f"{name}.chosen.wide")
             taken = relax.op.gather_elements(all_shares, at, 2)
             shares = self.emit(taken, f"{name}.chosen.shares")
@@ -215,6 +219,26 @@ class FunctionBuilder(FunctionParts):
             scaled = relax.op.multiply(shares, number(experts.scale))
             shares = self.emit(scaled, f"{name}.best.scaled")
         return shares, chosen
+
+    def leave_out_groups(self, name: str, experts: ExpertConfig, ranked: Expr) -> Expr:
+        """Return the numbers by which experts are chosen, the least ones outside of the groups that
+        are chosen first.
+        """
+        count, size = experts.groups, experts.count // experts.groups
+        place = f"{name}.groups"
+        split = relax.op.reshape(ranked, (self.sequences, self.rows, count, size))
+        split = self.emit(split, place)
+        best = min(experts.group_best, size)
+        found = self.emit(relax.op.topk(split, best, -1, "values"), f"{place}.best")
+        total = self.emit(relax.op.sum(found, -1), f"{place}.sums")
+        kept = self.emit(relax.op.topk(total, experts.chosen_groups, -1, "values"), f"{place}.kept")
+        last = experts.chosen_groups - 1
+        least = self.emit(relax.op.strided_slice(kept, [2], [last], [last + 1]), f"{place}.least")
+        is_kept = self.emit(relax.op.greater_equal(total, least), f"{place}.are_kept")
+        is_kept = self.emit(relax.op.expand_dims(is_kept, -1), f"{place}.columns")
+        left = self.emit(relax.op.where(is_kept, split, number(LEAST)), f"{place}.left")
+        shape = (self.sequences, self.rows, experts.count)
+        return self.emit(relax.op.reshape(left, shape), f"{place}.ranked")
 
     def compute_scores(self, x: Expr) -> Expr:
         """Return scores of the picked rows, (B, picked, vocabulary)."""

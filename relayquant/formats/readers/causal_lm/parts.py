@@ -11,7 +11,7 @@ from tvm import relax, tirx
 
 from relayquant.base.language import PREFILL
 from relayquant.errors import format_count
-from relayquant.formats.readers.causal_lm.config import ExpertConfig, NormKind
+from relayquant.formats.readers.causal_lm.config import NormKind
 from relayquant.formats.readers.causal_lm.weights import Network, list_states
 from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.qnn.grouped import GROUPED_FORMS
@@ -56,16 +56,17 @@ class FunctionParts:
         ones = self.emit(relax.op.astype(self.emit(is_token, "is_token"), "int64"), "ones")
         return self.emit(relax.op.sum(ones, 1), "counts")
 
-    def normalize(self, name: str, x: Expr) -> Expr:
-        """Normalize the last axis."""
+    def normalize(self, name: str, x: Expr, epsilon: float | None = None) -> Expr:
+        """Normalize the last axis. `epsilon`: None for that of the model."""
+        epsilon = self.config.epsilon if epsilon is None else epsilon
         weight = self.network.constants[f"{name}.weight"]
         if self.config.norm is NormKind.RMS:
-            normed = relax.op.nn.rms_norm(x, weight, [-1], self.config.epsilon)
+            normed = relax.op.nn.rms_norm(x, weight, [-1], epsilon)
         else:
             bias = self.network.constants.get(f"{name}.bias")
             if bias is None:
                 bias = relax.const(np.zeros(int(x.ty.shape[-1]), "float32"))
-            normed = relax.op.nn.layer_norm(x, weight, bias, [-1], self.config.epsilon)
+            normed = relax.op.nn.layer_norm(x, weight, bias, [-1], epsilon)
         return self.emit(normed, name)
 
     def multiply(self, name: str, x: Expr) -> dict[str, Expr]:
@@ -150,11 +151,11 @@ class FunctionParts:
         name: str,
         x: Expr,
         chosen: Expr,
-        experts: ExpertConfig,
+        count: int,
         rows: dict[int, tuple[Expr, Expr]],
     ) -> Expr:
-        """Return x (B, rows, chosen or 1, inputs) times the weights of the chosen experts, plus the
-        biases of these.
+        """Return x (B, rows, chosen or 1, inputs) times the weights of the chosen ones of `count`
+        experts, plus the biases of these.
         """
         if name in self.network.grouped:
             size = self.network.grouped[name][0].group_size
@@ -162,16 +163,16 @@ class FunctionParts:
                 rows[size] = self.quantize(x, size, name)
             constants, attributes = self.read_blocks(name, "expert_dense")
             product = qnn.grouped_expert_dense(
-                *rows[size], chosen, *constants, **attributes, experts=experts.count
+                *rows[size], chosen, *constants, **attributes, experts=count
             )
         else:
             weight = self.weights[f"{name}.weight"]
-            product = qnn.expert_dense(x, chosen, weight, experts.count)
+            product = qnn.expert_dense(x, chosen, weight, count)
         product = self.emit(product, name)
         bias = self.network.constants.get(f"{name}.bias")
         if bias is None:
             return product
-        each = relax.const(bias.value.numpy().reshape(experts.count, -1))
+        each = relax.const(bias.value.numpy().reshape(count, -1))
         own = self.emit(relax.op.take(each, chosen, 0, mode="clip"), f"{name}.bias")
         return self.emit(relax.op.add(product, own), f"{name}.biased")
 

@@ -20,8 +20,9 @@ Expr = relax.Expr
 
 #: Matrices that stay in float: they choose experts, or are small.
 CONSTANTS = ("router", "share", "conv", "delta_conv")
-#: The weights of all experts of a layer.
+#: The weights of all experts of a layer, and of all heads of latent attention.
 EXPERTS = ("experts_gate", "experts_up", "experts_down")
+LATENT = ("latent_keys", "latent_values")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +87,7 @@ class Network:
             part = name.split(".")[-2]
             if part in CONSTANTS or (len(tensor.shape) == 1 and not is_product_bias(config, name)):
                 network.constants[name] = relax.const(tensor.read_floats())
-            elif part in EXPERTS:
+            elif part in (*EXPERTS, *LATENT):
                 network.hold(name.removesuffix(".weight"), tensor)
         for own in products.values():
             for product in own:
@@ -98,8 +99,9 @@ class Network:
         for name, tensor in tables.items():
             network.hold(name, tensor)
         for layer in config.layers:
-            if layer.rotary is not None and layer.rotary not in network.angles:
-                network.angles[layer.rotary] = make_angles(layer.rotary, length)
+            for rotary in (layer.rotary, layer.rotary and layer.rotary.of_keys):
+                if rotary is not None and rotary not in network.angles:
+                    network.angles[rotary] = make_angles(rotary, length)
         return network
 
     def hold(self, name: str, tensor: StoredTensor) -> None:
@@ -119,6 +121,8 @@ def list_products(config: CausalLMConfig, layer: LayerConfig) -> list[tuple[str,
     found: list[tuple[str, ...]] = [("q", "k", "v", *gates), ("out",)]
     if layer.mixer is not None:
         found = [*layer.mixer.groups]
+    elif config.latent is not None:
+        found = config.latent.groups
     if layer.experts is None:
         found += [("gate", "up") if config.is_gated else ("up",), ("down",)]
     elif layer.experts.shared:
@@ -166,10 +170,13 @@ def make_zeros(size: int) -> StoredTensor:
 
 def make_angles(rotary: Rotary, length: int) -> tuple[Expr, Expr]:
     """Return cosines and sines of all positions, float32 (length, frequencies)."""
-    angles = np.arange(length)[:, None] * np.array(rotary.frequencies)
+    positions = np.arange(length)[:, None]
+    angles = positions * np.array(rotary.frequencies)
+    growth = 1 + rotary.growth * np.log1p(positions // rotary.growth_length)
+    factor = rotary.magnitude * growth
     return (
-        relax.const((rotary.magnitude * np.cos(angles)).astype("float32")),
-        relax.const((rotary.magnitude * np.sin(angles)).astype("float32")),
+        relax.const((factor * np.cos(angles)).astype("float32")),
+        relax.const((factor * np.sin(angles)).astype("float32")),
     )
 
 
@@ -189,7 +196,7 @@ def list_states(network: Network) -> list[StateValue]:
                 for name, sizes in own.items()
             ]
             continue
-        for kind in ("keys", "values"):
+        for kind in ("keys",) if config.latent else ("keys", "values"):
             states.append(StateValue(f"{kind}.{i}", shape, options.cache))
             if options.cache == "int8":
                 states.append(StateValue(f"{kind}.{i}.scale", (*shape[:3], 1), "float32"))
