@@ -33,6 +33,7 @@ from relayquant.codegen.rewrites.zero_point_correction import subtract_zero_poin
 from relayquant.codegen.schedule.flat_positions import create_flattening_pass
 from relayquant.codegen.schedule.fusion import KEEP_APART, SIZES_FIRST
 from relayquant.codegen.schedule.memory import PLAN_MEMORY
+from relayquant.codegen.schedule.periods import create_hiding_pass
 from relayquant.codegen.schedule.reduction_init import create_reduction_init_pass
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
 from relayquant.codegen.schedule.vector_math import create_math_pass
@@ -116,6 +117,7 @@ def make_lowering(target: Target, check_shapes: tvm.transform.Pass) -> tvm.trans
             create_wrapping_pass(target),
             relax.transform.RewriteDataflowReshape(),
             create_flattening_pass(),
+            create_hiding_pass(target),
             relax.transform.ToNonDataflow(),
             relax.transform.RemovePurityChecking(),
             check_shapes,
