@@ -62,6 +62,50 @@ def test_equalize__same_function_bit_for_bit():
     )
 
 
+def move_by(*moves: tuple) -> tvm.IRModule:
+    """x (20, 12), moved by operators of relax, times W"""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", R.Tensor((20, 12), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            value = x
+            for name, *args in moves:
+                value = builder.emit(getattr(relax.op, name)(value, *args))
+            out = builder.emit_output(relax.op.matmul(value, relax.const(W)))
+        builder.emit_func_output(out)
+    return builder.get()
+
+
+@pytest.mark.parametrize(
+    "moves",
+    [
+        [("expand_dims", 1), ("permute_dims", [1, 0, 2]), ("squeeze", [0])],
+        [("reshape", (4, 5, 12)), ("permute_dims", [1, 0, 2])],
+    ],
+)
+def test_equalize__behind_moves_that_keep_the_channels_last(moves):
+    mod, batches = move_by(*moves), draw_batches(2)
+    equalized = equalize_inputs(mod, measure(mod, batches))
+    values = rq.reference.run_values(equalized, {"x": batches[0]})
+    assert [name for name in values if name.endswith(".equalized")]
+    expected = Executor(rq.compile(mod)).run("main", [batches[1]])[0]
+    np.testing.assert_array_equal(
+        Executor(rq.compile(equalized)).run("main", [batches[1]])[0], expected
+    )
+
+
+@pytest.mark.parametrize(
+    "moves",
+    [
+        [("reshape", (5, 4, 12)), ("permute_dims", [0, 2, 1]), ("reshape", (20, 12))],
+        [("reshape", (12, 20)), ("permute_dims", [1, 0])],
+        [("flip", 1)],
+    ],
+)
+def test_find_scaled_inputs__not_where_other_channels_are_last(moves):
+    assert not find_scaled_inputs(move_by(*moves))
+
+
 @pytest.mark.parametrize(
     ("weight", "ranges"),
     [
