@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from relayquant.base.qtypes import INTEGER_LIMITS, Rounding
 from relayquant.ir.reference.fixed_point import (
+    PART_ELEMENTS,
     finish_rounded,
     fma_float32,
     get_fixed_point_multiplier,
@@ -81,6 +82,27 @@ def test_fma_float32__special_values():
         np.array([1, 1, 1, 1], "float32"),
     )
     np.testing.assert_array_equal(result, np.array([np.inf, np.nan, np.nan, np.inf], "float32"))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "c"),
+    [
+        ((3, PART_ELEMENTS), (), (3, PART_ELEMENTS)),
+        ((5, 4000, 3), (3,), (5, 4000, 3)),
+        ((5, 1, 4000), (5, 3, 1), (3, 4000)),
+        ((0, 4), (4,), (1, 4)),
+    ],
+)
+def test_fma_float32__many_elements_are_the_same_as_one_by_one(a, b, c):
+    rng = np.random.default_rng(0)
+    operands = [rng.normal(size=shape).astype("float32") for shape in (a, b, c)]
+    operands[0] = np.asfortranarray(operands[0])
+    result = fma_float32(*operands)
+    every = np.broadcast_arrays(*operands)
+    assert result.shape == every[0].shape
+    for at in rng.integers(0, result.shape, (200 if result.size else 0, result.ndim)):
+        x, y, z = (Fraction(float(array[tuple(at)])) for array in every)
+        assert result[tuple(at)] == round_to_float32(x * y + z)
 
 
 @given(value=FLOAT32, rounding=st.sampled_from(Rounding))
