@@ -25,6 +25,7 @@ from relayquant.config import (
     BiasCorrection,
     Effort,
     Guard,
+    Order,
     OverflowBound,
     QConfigMapping,
 )
@@ -70,7 +71,7 @@ from relayquant.ir.ledger import find_ledger, read_ledger, write_ledger
 from relayquant.ir.state import pair_states
 from relayquant.stages.annotation import add_biases, annotate
 from relayquant.stages.backends import resolve_backend
-from relayquant.stages.calibration.overflow import find_cause
+from relayquant.stages.calibration.overflow import avoid_rounding
 from relayquant.stages.calibration.runner import pick_parameters
 from relayquant.stages.conversion import (
     build_reference,
@@ -301,9 +302,9 @@ def calibrate_model(
     """Calibration graph + data -> the model with parameters, fitted weights and biases."""
     events, effort = settings.events, Effort(prepared.effort)
     observer, fit = settings.observer, settings.fit or EFFORTS[effort].fit
-    order = settings.order or choose_order(prepared.plan, observer, effort)
+    order = first = settings.order or choose_order(prepared.plan, observer, effort)
 
-    def pick(min_scales: Mapping[str, np.ndarray]) -> PreparedModel:
+    def pick(order: Order, min_scales: Mapping[str, np.ndarray]) -> PreparedModel:
         return pick_parameters(
             prepared,
             dataset,
@@ -314,15 +315,16 @@ def calibrate_model(
             fit=fit,
             min_scales=min_scales,
             # Rounds after the first begin with what it found: they are no part of the checkpoint.
-            checkpoint=None if min_scales else settings.checkpoint,
+            checkpoint=None if min_scales or order is not first else settings.checkpoint,
             workers=settings.workers,
             worker_timeout=settings.worker_timeout,
         ).put_into(prepared)
 
     try:
-        calibrated = events.run_stage("calibrate", pick, {})
+        calibrated = events.run_stage("calibrate", pick, order, {})
     except NotFiniteError as error:
-        raise find_cause(error, prepared, dataset) from error
+        order = avoid_rounding(error, prepared, dataset, order, settings.order is None)
+        calibrated = events.run_stage("calibrate", pick, order, {})
     bounds = {op.accumulator.bound for op in prepared.plan.operators if op.accumulator}
     if bounds - {OverflowBound.NONE}:
         calibrated = events.run_stage(
@@ -330,9 +332,11 @@ def calibrate_model(
             fit_scales,
             calibrated,
             lambda model: measure_sums(lower_alone(model), dataset),
-            pick,
+            partial(pick, order),
         )
-    return replace(calibrated, choices=describe_work(calibrated, observer, fit))
+    why = {"order": f"{order.value}: rounding made a value NaN or infinite"}
+    choices = describe_work(calibrated, observer, fit) | (why if order is not first else {})
+    return replace(calibrated, choices=choices)
 
 
 def convert_model(calibrated: PreparedModel) -> tvm.IRModule:

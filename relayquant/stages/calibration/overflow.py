@@ -1,5 +1,6 @@
 """Diagnosis of a value that is not finite in calibration: prepared model + data -> the operator
-that computed it from finite numbers, and the largest constant it reads.
+that computed it from finite numbers, and the largest constant it reads; or another order of
+calibration, where rounding alone is to blame.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
+from relayquant.config import Order
 from relayquant.config.observers.base import NotFiniteError
 from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
@@ -23,12 +25,36 @@ from relayquant.ir.rewrite.graph import constant_value, free_vars
 from relayquant.stages.prepared import PreparedModel
 
 
-def find_cause(error: NotFiniteError, prepared: PreparedModel, dataset: Any) -> DataError:
+def avoid_rounding(
+    error: NotFiniteError, prepared: PreparedModel, dataset: Any, order: Order, is_free: bool
+) -> Order:
+    """The order to calibrate in instead, where only the rounding of earlier values makes a value
+    not finite: ranges of the float model. `is_free`: whether nobody asked for this order.
+
+    Raises:
+        DataError: what is wrong.
+    """
+    cause = find_cause(error, prepared, dataset)
+    if cause is None and order is Order.TOPOLOGICAL:
+        if is_free:
+            return Order.PARALLEL
+        cause = DataError(
+            f"Value {error.value!r} holds NaN or infinity once the values before it are rounded, "
+            "as order=Order.TOPOLOGICAL does: a logarithm, a root or a quotient may read 0 or less "
+            "then. It is finite in the float model. Pass order=Order.PARALLEL, or keep what "
+            "computes it in float.",
+            code="RQ302",
+        )
+    raise (cause or error) from error
+
+
+def find_cause(error: NotFiniteError, prepared: PreparedModel, dataset: Any) -> DataError | None:
     """Return the error to raise. It names the operator whose result is the first that is not
     usable.
 
-    Return `error` itself if an input of the model is not usable, or if only simulated quantization
-    makes the value not usable.
+    Return `error` itself if an input of the model is not usable, or the calibration graph alone has
+    the value. Return None if the float model's value is usable, so that rounding before it is to
+    blame.
 
     Args:
         error: Names the value.
@@ -36,16 +62,16 @@ def find_cause(error: NotFiniteError, prepared: PreparedModel, dataset: Any) -> 
         dataset: The data that it read.
     """
     graph = Graph(prepared.mod)
+    if error.value not in graph.vars:
+        return error
     for number, batch in enumerate(open_dataset(dataset, describe_inputs(prepared.mod))):
         values = {**batch, **run_values(prepared.mod, dict(batch))}
-        if error.value not in graph.vars:
-            break
         if not is_usable(values, error.value):
             cause = walk_back(graph, values, error.value)
             if cause in graph.values:
                 return describe_cause(graph, prepared.plan, values, cause, error.value, number)
-            break
-    return error
+            return error
+    return None
 
 
 def is_usable(values: Mapping[str, np.ndarray], name: str) -> bool:
