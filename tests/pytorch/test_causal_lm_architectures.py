@@ -65,6 +65,12 @@ GROWTH = scale(
     "yarn", factor=4.0, original_max_position_embeddings=5, llama_4_scaling_beta=0.3,
     mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0, max_position_embeddings=64,
 )  # fmt: skip
+GEMMA4 = {
+    **WINDOW, "num_hidden_layers": 8, "head_dim": 16, "global_head_dim": 24,
+    "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 12,
+    "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2
+    + ["sliding_attention", "full_attention"],
+}  # fmt: skip
 #: case -> class of the config, what it has besides SIZES
 CASES = {
     "llama": ("LlamaConfig", {}),
@@ -187,6 +193,20 @@ CASES = {
     ),
     "ministral3": ("Ministral3Config", {"head_dim": 24, **GROWTH}),
     "ministral3, a window": ("Ministral3Config", {**WINDOW, "head_dim": 16, **GROWTH}),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {**GEMMA4, "num_kv_shared_layers": 4, "use_double_wide_mlp": True},
+    ),
+    "gemma4, values of keys": (
+        "Gemma4TextConfig",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
     "gpt2": ("GPT2Config", {}),
     "gpt2, not tied": ("GPT2Config", {"tie_word_embeddings": False}),
 }
@@ -198,6 +218,7 @@ REFUSED = {
     "Gemma3TextConfig": "use_bidirectional_attention",
     "CohereConfig": "use_qk_norm",
     "GPT2Config": "scale_attn_by_inverse_layer_idx",
+    "Gemma4TextConfig": "enable_moe_block",
 }
 KINDS = sorted({kind for kind, _ in CASES.values()})
 #: Settings without a default of their own: sizes, which shapes of tensors show.
@@ -256,7 +277,7 @@ def read_ragged(run, tokens):
     return found
 
 
-@pytest.mark.parametrize("case", ["qwen3", "deepseek_v3", *RUNNING])
+@pytest.mark.parametrize("case", ["qwen3", "deepseek_v3", "gemma4", *RUNNING])
 def test_load_causal_lm__sequences_of_different_lengths(case):
     """What fills up the shorter one is not read, nor what was there before a text began."""
     model = draw_model(make_config(*CASES[case]))
@@ -278,8 +299,8 @@ def test_load_causal_lm__sequences_of_different_lengths(case):
 
 @pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize("case", ["lfm2", "qwen3_5", "deepseek_v3"])
-def test_compile__layers_with_a_state_of_their_own(tmp_path, case):
+@pytest.mark.parametrize("case", ["lfm2", "qwen3_5", "deepseek_v3", "gemma4"])
+def test_compile__sequences_of_different_lengths(tmp_path, case):
     """Float, and with weights of 4 bits that were kept in a file."""
     model = draw_model(make_config(*CASES[case]))
     tokens = np.random.default_rng(0).integers(3, 90, (2, 11))
@@ -406,6 +427,7 @@ SEEING = {
     "LlavaConfig": ("llama", "clip_vision_model", {}),
     "SmolVLMConfig": ("llama", "smolvlm_vision", {}),
     "InternVLConfig": ("qwen2", "internvl_vision", {}),
+    "Gemma4Config": ("gemma4_text", "gemma4_vision", {}),
     "Qwen3_5Config": ("qwen3_5_text", "qwen3_5_vision", {}),
     "Qwen3_5MoeConfig": ("qwen3_5_moe_text", "qwen3_5_moe_vision", {}),
 }
@@ -415,7 +437,13 @@ SEEING = {
 def test_load__language_model_of_a_model_that_sees(tmp_path, kind):
     text, vision, more = SEEING[kind]
     config = getattr(transformers, kind)(
-        text_config={**SIZES, "num_hidden_layers": 4, "model_type": text, "head_dim": 16},
+        text_config={
+            **SIZES,
+            "num_hidden_layers": 4,
+            "model_type": text,
+            "head_dim": 16,
+            **({"vocab_size_per_layer_input": 96} if text == "gemma4_text" else {}),
+        },
         vision_config={**VISION, "model_type": vision},
         **more,
     )
@@ -452,3 +480,10 @@ def test_load_causal_lm__models_of_pictures_that_are_not_read():
 def test_load_causal_lm__takes_models_of_transformers():
     with pytest.raises(ModelError, match=r"model of transformers.*given a Linear"):
         rq.torch.load_causal_lm(torch.nn.Linear(2, 2))
+
+
+def test_read_config__gemma4_sees_text_before_alone():
+    values = make_config("Gemma4TextConfig", {}).to_dict()
+    assert read(values | {"use_bidirectional_attention": "vision"}) == read(values)
+    with pytest.raises(ModelError, match=r"'use_bidirectional_attention' of the model is all"):
+        read(values | {"use_bidirectional_attention": "all"})

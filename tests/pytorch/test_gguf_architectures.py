@@ -53,6 +53,14 @@ GROWTH = {
     "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3, "beta_fast": 32.0,
     "beta_slow": 1.0, "max_position_embeddings": LENGTH,
 }  # fmt: skip
+GEMMA4 = {
+    **WINDOW, "head_dim": HEAD, "global_head_dim": 2 * HEAD, "vocab_size_per_layer_input": 96,
+    "hidden_size_per_layer_input": 32, "final_logit_softcapping": 20.0,
+    "layer_types": [
+        "sliding_attention", "sliding_attention", "full_attention", "sliding_attention",
+        "full_attention",
+    ],
+}  # fmt: skip
 #: case -> "general.architecture", class of the config, what it has besides SIZES
 CASES = {
     "olmo2": ("olmo2", "Olmo2Config", {}),
@@ -102,6 +110,21 @@ CASES = {
         },
     ),
     "ministral3": ("mistral3", "Ministral3Config", {"head_dim": HEAD, "rope_parameters": GROWTH}),
+    "gemma4": (
+        "gemma4",
+        "Gemma4TextConfig",
+        {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    ),
+    "gemma4, values of keys": (
+        "gemma4",
+        "Gemma4TextConfig",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
     "lfm2_moe": ("lfm2moe", "Lfm2MoeConfig", {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 2}),
 }
 
@@ -119,7 +142,11 @@ def write_gguf(path, architecture, model, guessing=0):
     writer.add_context_length(LENGTH)
     writer.add_embedding_length(config.hidden_size)
     if hasattr(config, "intermediate_size"):
-        writer.add_feed_forward_length(config.intermediate_size)
+        hidden = [
+            model.state_dict()[name].shape[0] for name in model.state_dict() if ".up_" in name
+        ]
+        is_one = len({*hidden}) < 2 or bool(getattr(config, "moe_intermediate_size", None))
+        writer.add_feed_forward_length(config.intermediate_size if is_one else hidden)
     writer.add_head_count(config.num_attention_heads)
     add_mixers(writer, config)
     add_widths(writer, config)
@@ -132,6 +159,8 @@ def write_gguf(path, architecture, model, guessing=0):
         writer.add_sliding_window(config.sliding_window)
         kinds = [kind == "sliding_attention" for kind in config.layer_types]
         writer.add_sliding_window_pattern(kinds)
+    if getattr(config, "final_logit_softcapping", None):
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if hasattr(config, "logit_scale"):
         writer.add_logit_scale(config.logit_scale)
     kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -148,7 +177,17 @@ def write_gguf(path, architecture, model, guessing=0):
 
 
 def add_widths(writer, config):
-    """Widths of heads. Those of latent attention are of a row of its cache, and of its heads."""
+    """Widths of heads. Those of latent attention are of a row of its cache, and of its heads. Gemma
+    4 has wider heads in layers without a window.
+    """
+    if config.model_type == "gemma4_text":
+        for add in (writer.add_key_length, writer.add_value_length):
+            add(2 * HEAD)
+        for add in (writer.add_key_length_swa, writer.add_value_length_swa):
+            add(HEAD)
+        writer.add_shared_kv_layers(config.num_kv_shared_layers)
+        writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+        return
     if not hasattr(config, "kv_lora_rank"):
         writer.add_key_length(HEAD)
         writer.add_value_length(HEAD)
@@ -204,7 +243,7 @@ def list_tensors(model):
 #: Names of tensors that the package does not know -> names that it knows
 RENAMED = {
     "expert_bias": "expert_bias.bias", "dt_bias": "dt_proj.bias",
-    "e_score_correction_bias": "e_score_correction.bias",
+    "e_score_correction_bias": "e_score_correction.bias", "layer_scalar": "layer_scalar.weight",
 }  # fmt: skip
 
 
@@ -226,10 +265,15 @@ def tile_heads(name, array, config):
 
 def add_mixers(writer, config):
     """Heads of keys and values, by layer if some layers have none, and what these have instead."""
-    kinds, heads = getattr(config, "layer_types", None) or [], config.num_key_value_heads
+    kinds = getattr(config, "layer_types", None) or []
+    heads = config.to_dict()["num_key_value_heads"]
     if "conv" in kinds:
         writer.add_head_count_kv([heads * (kind == "full_attention") for kind in kinds])
         writer.add_shortconv_l_cache(config.conv_L_cache)
+    elif config.model_type == "gemma4_text":
+        writer.add_head_count_kv(
+            [config.per_layer_config[i].num_key_value_heads for i in range(LAYERS)]
+        )
     else:
         writer.add_head_count_kv(1 if hasattr(config, "kv_lora_rank") else heads)
     if "linear_attention" in kinds:
@@ -243,7 +287,7 @@ def add_mixers(writer, config):
     if hasattr(config, "num_dense_layers"):
         writer.add_leading_dense_block_count(config.num_dense_layers)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if hasattr(config, "moe_intermediate_size"):
+    if getattr(config, "moe_intermediate_size", None):
         writer.add_expert_count(getattr(config, "n_routed_experts", None) or config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
@@ -253,6 +297,14 @@ def add_mixers(writer, config):
 
 def add_rotary(writer, config):
     values = config.rope_parameters
+    if config.model_type == "gemma4_text":
+        writer.add_rope_freq_base(values["full_attention"]["rope_theta"])
+        writer.add_rope_freq_base_swa(values["sliding_attention"]["rope_theta"])
+        writer.add_rope_dimension_count(2 * HEAD)
+        writer.add_rope_dimension_count_swa(HEAD)
+        factors = np.where(np.arange(HEAD) < HEAD // 4, 1, 1e30).astype("float32")
+        writer.add_tensor("rope_freqs.weight", factors)
+        return
     values = values.get("full_attention", values)
     writer.add_rope_freq_base(values["rope_theta"])
     turned = getattr(config, "qk_rope_head_dim", HEAD) * values.get("partial_rotary_factor", 1)

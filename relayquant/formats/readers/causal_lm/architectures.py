@@ -47,7 +47,7 @@ LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
 #: "model_type" of models of pictures and text, of which the language model is read.
 WITH_PICTURES = (
-    "gemma3", "internvl", "llava", "mistral3", "qwen3_5", "qwen3_5_moe", "smolvlm",
+    "gemma3", "gemma4", "internvl", "llava", "mistral3", "qwen3_5", "qwen3_5_moe", "smolvlm",
 )  # fmt: skip
 
 #: Changes the Llama that metadata describes to another network.
@@ -56,6 +56,9 @@ Adjust = Callable[[Fields, CausalLMConfig], CausalLMConfig]
 ListTypes = Callable[[Fields, int], list[str]]
 #: Metadata -> what a layer of one type has instead of attention.
 ReadMixer = Callable[[Fields], Mixer]
+#: (metadata, number, type of a layer) -> its head width, and heads of keys and values, as
+#: `LayerConfig` has them.
+ReadSizes = Callable[[Fields, int, str], tuple[int, int]]
 #: (metadata, types of layers, the window or 0) -> whether each layer has rotary positions.
 ListTurned = Callable[[Fields, Sequence[str], int], list[Any]]
 
@@ -78,6 +81,7 @@ class ModelRow:
         sizes: As `settings`, for those that all architectures have. Files of models that also see
             lack them.
         mixers: Type of layers without attention -> what these have.
+        heads: Sizes of heads in layers that differ.
     """
 
     names: TensorNames
@@ -90,6 +94,7 @@ class ModelRow:
     rotary: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     mixers: Mapping[str, ReadMixer] = field(default_factory=dict)
+    heads: ReadSizes = lambda _fields, _number, _kind: (0, 0)
 
     def choose(self, fields: Fields) -> Fields:
         """Return what a model of this architecture reads.
@@ -206,8 +211,8 @@ def read_layers(
         types = row.types(fields, count) if window or row.mixers else list_types(0, count)
     turned = row.turned(fields, types, window)
     layers = []
-    rotaries: dict[str, Rotary] = {}
-    for kind, is_turned in zip(types, turned, strict=True):
+    rotaries: dict[tuple[str, int], Rotary] = {}
+    for i, (kind, is_turned) in enumerate(zip(types, turned, strict=True)):
         if kind in row.mixers:
             layers.append(LayerConfig(mixer=row.mixers[kind](fields)))
             continue
@@ -217,11 +222,17 @@ def read_layers(
                 f"{', '.join([*LAYER_TYPES, *row.mixers])}.",
                 code="RQ202",
             )
-        if kind not in rotaries:
-            rotaries[kind] = read_rotary(fields, row, kind, head, length)
-        is_windowed = LAYER_TYPES[kind]
+        width, groups = row.heads(fields, i, kind)
+        place = kind, width or head
+        if place not in rotaries:
+            rotaries[place] = read_rotary(fields, row, kind, width or head, length)
         layers.append(
-            LayerConfig(rotaries[kind] if is_turned else None, window if is_windowed else 0)
+            LayerConfig(
+                rotaries[place] if is_turned else None,
+                window if LAYER_TYPES[kind] else 0,
+                groups=groups,
+                head_width=width,
+            )
         )
     return tuple(layers)
 
@@ -264,6 +275,11 @@ def list_by_pattern(fields: Fields, count: int) -> list[str]:
 def in_pattern(pattern: int) -> ListTypes:
     """Windows in a pattern, see `list_types`."""
     return lambda _fields, count: list_types(pattern, count)
+
+
+def list_last_full(_fields: Fields, count: int) -> list[str]:
+    """Windows in all layers but each sixth and the last one."""
+    return [*list_types(6, count)[:-1], "full_attention"]
 
 
 def leave_out(period: int) -> ListTurned:
@@ -375,6 +391,69 @@ def adjust_gemma2(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
 
 def adjust_gemma3(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
     return replace(adjust_gemma2(fields, config), has_head_norms=True)
+
+
+def adjust_gemma4(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    """The last layers read keys and values of the last layer before them of their type."""
+    both = fields.get("use_bidirectional_attention")
+    if both not in (None, "vision"):
+        allowed = "null or 'vision'. Text that sees later text is not supported"
+        raise fields.refuse(("use_bidirectional_attention",), both, allowed)
+    is_equal, is_wide = fields.flag("attention_k_eq_v"), fields.flag("use_double_wide_mlp")
+    shared = fields.integer("num_kv_shared_layers", default=0)
+    layers = [
+        replace(
+            layer,
+            hidden=2 * config.hidden if layer.source is not None and is_wide else 0,
+            has_values=layer.window > 0 or not is_equal,
+        )
+        for layer in share_caches(config.layers, len(config.layers) - shared)
+    ]
+    return replace(
+        config,
+        layers=tuple(layers),
+        embedding_scale=math.sqrt(config.width),
+        query_scale=1.0,
+        has_head_norms=True,
+        has_value_norms=True,
+        has_post_norms=True,
+        has_layer_scales=True,
+        token_width=fields.integer("hidden_size_per_layer_input", default=0),
+    )
+
+
+def share_caches(layers: Sequence[LayerConfig], own: int) -> list[LayerConfig]:
+    """Return the layers, of which those from number `own` on read keys and values of the last layer
+    before it that has a window as they have, or none.
+
+    Raises:
+        ModelError: there is no such layer.
+    """
+    found = [*layers]
+    for i in range(max(own, 0), len(layers)):
+        alike = [k for k in range(own) if (layers[k].window > 0) == (layers[i].window > 0)]
+        if not alike:
+            raise ModelError(
+                f"Layer {i} of the model reads keys and values of another layer, but all others "
+                "with keys and values have another window.",
+                code="RQ204",
+            )
+        found[i] = replace(layers[i], source=alike[-1])
+    return found
+
+
+def read_gemma4_heads(fields: Fields, number: int, kind: str) -> tuple[int, int]:
+    """Layers that see all tokens have other heads. Version 5 has them by layer."""
+    own = fields.get("per_layer_config")
+    if isinstance(own, Mapping):
+        sizes = own.get(str(number), own.get(number))
+        known = Fields(sizes if isinstance(sizes, Mapping) else {})
+        return known.integer("head_dim", default=0), known.integer("num_key_value_heads", default=0)
+    if LAYER_TYPES.get(kind):
+        return 0, 0
+    groups = fields.integer("num_global_key_value_heads", default=0)
+    is_equal = fields.flag("attention_k_eq_v")
+    return fields.integer("global_head_dim", default=512), groups if is_equal else 0
 
 
 def adjust_granite(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
@@ -846,6 +925,22 @@ GEMMA2 = make_names(
     }
 )
 #: Without norms of what attention and the feed-forward network read.
+GEMMA4 = replace(
+    GEMMA2,
+    names={
+        **GEMMA2.names,
+        "token_table": "model.embed_tokens_per_layer",
+        "token_in": "model.per_layer_model_projection",
+        "token_norm": "model.per_layer_projection_norm",
+        "token_gate": "model.layers.{}.per_layer_input_gate",
+        "token_out": "model.layers.{}.per_layer_projection",
+        "token_post_norm": "model.layers.{}.post_per_layer_input_norm",
+        "scale": "model.layers.{}.layer",
+    },
+    renamed={".layer_scalar": ".layer.weight"},
+    # Layers that read keys and values of others may have products for their own.
+    unread=rf"{UNREAD}|model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.weight",
+)
 OLMO2 = make_names(
     {
         "post_attention_norm": "model.layers.{}.post_attention_layernorm",
@@ -913,6 +1008,19 @@ GEMMA3_SETTINGS = {
     **GEMMA, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
     "layer_types": None, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
     "final_logit_softcapping": None, "rope_theta": 1e6, "rope_local_base_freq": 10000.0,
+}  # fmt: skip
+GEMMA4_SETTINGS = {
+    **GEMMA, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 512,
+    "layer_types": None, "final_logit_softcapping": None, "global_head_dim": None,
+    "num_global_key_value_heads": None, "per_layer_config": None, "attention_k_eq_v": False,
+    "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "enable_moe_block": False,
+    "hidden_size_per_layer_input": 256,
+}  # fmt: skip
+GEMMA4_ROTARY = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {
+        "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6,
+    },
 }  # fmt: skip
 SMOLLM3_SETTINGS = {
     **SILU, **BIASES, "tie_word_embeddings": True, "rope_theta": 2e6, "sliding_window": None,
@@ -1091,6 +1199,10 @@ ARCHITECTURES: dict[str, ModelRow] = {
     ),
     "gemma3_text": ModelRow(
         GEMMA2, GEMMA3_SETTINGS, adjust_gemma3, list_by_pattern, BOTH_WAYS, sizes=GEMMA3_SIZES
+    ),
+    "gemma4_text": ModelRow(
+        GEMMA4, GEMMA4_SETTINGS, adjust_gemma4, list_last_full, ("enable_moe_block",),
+        rotary=GEMMA4_ROTARY, heads=read_gemma4_heads,
     ),
     "olmo2": ModelRow(OLMO2, OLMO2_SETTINGS, adjust_olmo2),
     "olmo3": ModelRow(

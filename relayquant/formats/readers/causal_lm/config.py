@@ -142,12 +142,20 @@ class LayerConfig:
         window: Number of latest tokens that attention sees, itself included. 0: all.
         experts: The mixture of experts. None: this layer has one feed-forward network.
         mixer: What the layer has instead of attention. None: it has attention.
+        groups, head_width, hidden: As in `CausalLMConfig`, where this layer differs. 0: as there.
+        source: Number of the layer before whose keys and values this one reads. None: its own.
+        has_values: Whether it has a product for values. Otherwise they are keys before their norm.
     """
 
     rotary: Rotary | None = None
     window: int = 0
     experts: ExpertConfig | None = None
     mixer: Mixer | None = None
+    groups: int = 0
+    head_width: int = 0
+    hidden: int = 0
+    source: int | None = None
+    has_values: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +183,7 @@ class CausalLMConfig:
             are added to x.
         has_head_norms: Whether each query and key head is normalized before it is turned.
         has_row_norms: Whether queries and keys are, all heads together.
+        has_value_norms: Whether each value head is normalized, without a weight.
         has_pre_norms: Whether what attention and the feed-forward network read is normalized.
         has_post_norms: Whether results of attention and the feed-forward network are normalized.
         has_norm_biases: Whether norms of the kind LAYER have a bias.
@@ -183,6 +192,17 @@ class CausalLMConfig:
         has_gates: Whether results of attention are multiplied by sigmoid(attention_gate(h)).
         latent: Attention to one latent vector of each token. Then `groups` is 1, and `head_width`
             the width of a row of the cache. None: to keys and values.
+        has_layer_scales: Whether what leaves a layer is multiplied by a learned number.
+        token_width: Elements of a vector that each layer has for each token (Gemma 4). With rows e
+            of the embedding and rows t of a table, and P elements, v is
+
+                (token_norm(token_in(e) / sqrt(width)) + sqrt(P) * t) / sqrt(2)
+
+            and a layer ends with
+
+                x = x + token_post_norm(token_out(activation(token_gate(x)) * v))
+
+            0: there is none.
         has_positions: Whether a learned vector of the position is added to the embedding.
         biases: Products with a bias: "q", "k", "v", "out", "gate", "up", "down", "classifier",
             "router", and "experts_gate", "experts_up", "experts_down", one expert after the other.
@@ -211,12 +231,15 @@ class CausalLMConfig:
     is_parallel: bool = False
     has_head_norms: bool = False
     has_row_norms: bool = False
+    has_value_norms: bool = False
     has_pre_norms: bool = True
     has_post_norms: bool = False
     has_norm_biases: bool = True
     has_sinks: bool = False
     has_gates: bool = False
     latent: LatentAttention | None = None
+    has_layer_scales: bool = False
+    token_width: int = 0
     has_positions: bool = False
     biases: frozenset[str] = frozenset()
     query_scale: float = 1.0
@@ -246,15 +269,8 @@ class CausalLMConfig:
                 "No layer of the model has attention; allowed: models with one at least.",
                 code="RQ202",
             )
-        if self.heads % self.groups:
-            raise ModelError(
-                f"The model has {format_count(self.heads, 'head')} and "
-                f"{format_count(self.groups, 'head')} of keys and values; "
-                "allowed: a divisor.",
-                code="RQ204",
-            )
-        for layer in self.layers:
-            self.check_rotary(layer.rotary)
+        for i, layer in enumerate(self.layers):
+            self.check_layer(i, layer)
         numbers = (
             self.epsilon, self.query_scale, self.attention_cap, self.score_cap,
             self.embedding_scale, self.residual_scale, self.score_scale,
@@ -264,14 +280,42 @@ class CausalLMConfig:
                 f"A number of the model is not finite or below 0: {numbers}.", code="RQ204"
             )
 
-    def check_rotary(self, rotary: Rotary | None) -> None:
+    def groups_of(self, layer: LayerConfig) -> int:
+        """Return the heads of keys and values of a layer."""
+        return layer.groups or self.groups
+
+    def head_width_of(self, layer: LayerConfig) -> int:
+        """Return the elements of a head of a layer."""
+        return layer.head_width or self.head_width
+
+    def check_layer(self, number: int, layer: LayerConfig) -> None:
+        """Raise ModelError unless the sizes of a layer fit together."""
+        groups, sizes = self.groups_of(layer), (layer.groups, layer.head_width, layer.hidden)
+        if not all(0 <= size < MOST_SIZE for size in sizes) or self.heads % groups:
+            raise ModelError(
+                f"Layer {number} of the model has {format_count(self.heads, 'head')} and "
+                f"{format_count(groups, 'head')} of keys and values; allowed: a divisor.",
+                code="RQ204",
+            )
+        if layer.source is not None:
+            source = self.layers[layer.source] if 0 <= layer.source < number else None
+            fits = source and self.groups_of(source) == groups
+            if not fits or self.head_width_of(source) != self.head_width_of(layer):
+                raise ModelError(
+                    f"Layer {number} of the model reads keys and values of layer {layer.source}; "
+                    "allowed: a layer before with heads of the same width and number.",
+                    code="RQ204",
+                )
+        self.check_rotary(layer.rotary, self.head_width_of(layer))
+
+    def check_rotary(self, rotary: Rotary | None, width: int) -> None:
         """Raise ModelError unless heads of this width can have the rotary positions."""
         if rotary is None:
             return
         turned = 2 * len(rotary.frequencies)
-        if turned > self.head_width:
+        if turned > width:
             raise ModelError(
-                f"The model turns {format_count(turned, 'element')} of heads of {self.head_width}.",
+                f"The model turns {format_count(turned, 'element')} of heads of {width}.",
                 code="RQ204",
             )
         if not math.isfinite(rotary.growth) or rotary.growth_length < 1:
@@ -281,7 +325,7 @@ class CausalLMConfig:
                 "positions from 1 on.",
                 code="RQ204",
             )
-        if rotary.growth and turned != self.head_width:
+        if rotary.growth and turned != width:
             raise ModelError(
                 "The model's queries grow with their position, and rotary positions turn a part "
                 "of each head; allowed: of one model only one of both.",
@@ -296,6 +340,11 @@ class CausalLMConfig:
         found: dict[str, tuple[int, ...]] = {"embedding.weight": (self.vocabulary, self.width)}
         if self.has_positions:
             found["positions.weight"] = (self.max_length, self.width)
+        if self.token_width:
+            all_layers = len(self.layers) * self.token_width
+            found["token_table.weight"] = (self.vocabulary, all_layers)
+            found["token_in.weight"] = (all_layers, self.width)
+            found["token_norm.weight"] = (self.token_width,)
 
         def add(name: str, kind: str, shape: tuple[int, ...]) -> None:
             found[f"{name}.weight"] = shape
@@ -313,6 +362,8 @@ class CausalLMConfig:
                 found |= {f"layers.{i}.{name}": shape for name, shape in constants.items()}
             elif self.has_sinks:
                 found[f"layers.{i}.sinks.weight"] = (self.heads,)
+            if self.has_layer_scales:
+                found[f"layers.{i}.scale.weight"] = (1,)
             if layer.experts is not None and layer.experts.has_choice:
                 found[f"layers.{i}.choice.bias"] = (layer.experts.count,)
         add("final_norm", "norm", (self.width,))
@@ -327,19 +378,24 @@ class CausalLMConfig:
         elif self.latent is not None:
             found = self.latent.list_products(self.width, self.heads)
         else:
-            heads, groups = self.heads * self.head_width, self.groups * self.head_width
-            found = {
-                "q": (heads, self.width),
-                "k": (groups, self.width),
-                "v": (groups, self.width),
-                "out": (self.width, heads),
-            }
+            width = self.head_width_of(layer)
+            heads, groups = self.heads * width, self.groups_of(layer) * width
+            found = {"q": (heads, self.width)}
+            if layer.source is None:
+                found["k"] = (groups, self.width)
+            if layer.source is None and layer.has_values:
+                found["v"] = (groups, self.width)
+            found["out"] = (self.width, heads)
             if self.has_gates:
                 found["attention_gate"] = (heads, self.width)
         if layer.experts is not None:
             return found | self.list_experts(layer.experts)
-        found |= {"up": (self.hidden, self.width), "down": (self.width, self.hidden)}
-        return found | ({"gate": (self.hidden, self.width)} if self.is_gated else {})
+        hidden = layer.hidden or self.hidden
+        found |= {"up": (hidden, self.width), "down": (self.width, hidden)}
+        if self.token_width:
+            found["token_gate"] = (self.token_width, self.width)
+            found["token_out"] = (self.width, self.token_width)
+        return found | ({"gate": (hidden, self.width)} if self.is_gated else {})
 
     def list_joined(self, layer: LayerConfig) -> Joined:
         """Return what sources may have as one tensor, by rows that take turns."""
@@ -360,7 +416,9 @@ class CausalLMConfig:
             if not self.is_parallel:
                 norms["ffn_norm"] = self.width
         if layer.mixer is None and self.has_head_norms:
-            norms |= {"q_norm": self.head_width, "k_norm": self.head_width}
+            norms["q_norm"] = self.head_width_of(layer)
+            if layer.source is None:
+                norms["k_norm"] = self.head_width_of(layer)
         if layer.mixer is None and self.has_row_norms:
             sizes = {"q_norm": self.heads, "k_norm": self.groups}
             norms |= {name: count * self.head_width for name, count in sizes.items()}
@@ -368,6 +426,8 @@ class CausalLMConfig:
             norms |= self.latent.list_norms()
         if self.has_post_norms:
             norms |= {"post_attention_norm": self.width, "post_ffn_norm": self.width}
+        if self.token_width:
+            norms["token_post_norm"] = self.width
         return norms
 
     def list_experts(self, experts: ExpertConfig) -> dict[str, tuple[int, int]]:

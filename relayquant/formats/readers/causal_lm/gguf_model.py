@@ -24,6 +24,8 @@ from relayquant.formats.readers.causal_lm.architectures import (
     grow_queries,
     leave_out,
     list_types,
+    name_types,
+    share_caches,
     turn_windowed,
     turn_windowed_or_all,
 )
@@ -34,6 +36,7 @@ from relayquant.formats.readers.causal_lm.config import (
     HiddenFunction,
     LayerConfig,
     NormKind,
+    Rotary,
 )
 from relayquant.formats.readers.causal_lm.fields import Fields
 from relayquant.formats.readers.causal_lm.mixers import (
@@ -75,6 +78,13 @@ NAMES: dict[str, str] = {
     "shared_down": "blk.{}.ffn_down_shexp",
     "share": "blk.{}.ffn_gate_inp_shexp",
     "choice": "blk.{}.exp_probs_b",
+    "token_table": "per_layer_token_embd",
+    "token_in": "per_layer_model_proj",
+    "token_norm": "per_layer_proj_norm",
+    "token_gate": "blk.{}.inp_gate",
+    "token_out": "blk.{}.proj",
+    "token_post_norm": "blk.{}.post_norm",
+    "scale": "blk.{}.layer_output_scale",
     "sinks": "blk.{}.attn_sinks",
     "conv": "blk.{}.shortconv.conv",
     "conv_in": "blk.{}.shortconv.in_proj",
@@ -139,6 +149,7 @@ class GgufModelRow:
         names: Names of its tensors.
         changes: Fields of `CausalLMConfig` that differ from Llama.
         pattern: Where the window holds, see `architectures.list_types`.
+        reads_pattern: Whether metadata says which layers have the window. It says so of each.
         local_base: Base of rotary positions in layers with a window, if metadata has none. 0: as
             in the others.
         scales_windows: Whether rotary positions of layers with a window are scaled.
@@ -148,6 +159,7 @@ class GgufModelRow:
         limit: Bound of values inside of experts, see `ExpertConfig`.
         router: Values of "expert_gating_func" that it reads -> whether shares are sigmoids.
         sum_shift: See `ExpertConfig`.
+        has_equal_values: Whether layers without a product for values have keys as values.
         scales_shares: Whether it reads groups of experts and the factor of their shares.
         has_latents: Whether heads have other widths than "attention.key_length".
         scaling: More settings "rope.scaling.*" that it reads.
@@ -158,6 +170,7 @@ class GgufModelRow:
     names: TensorNames = PLAIN
     changes: Mapping[str, object] = field(default_factory=dict)
     pattern: int = 0
+    reads_pattern: bool = False
     local_base: float = 0.0
     scales_windows: bool = True
     turned: ListTurned = TURN_ALL
@@ -165,6 +178,7 @@ class GgufModelRow:
     limit: float = 0.0
     router: Mapping[int, bool] = field(default_factory=lambda: SOFTMAX)
     sum_shift: float = 0.0
+    has_equal_values: bool = False
     scales_shares: bool = False
     has_latents: bool = False
     scaling: tuple[str, ...] = ()
@@ -221,9 +235,11 @@ def read_gguf_config(
         architecture=kind,
         vocabulary=embedding.shape[0] if embedding else fields.integer("vocab_size"),
         width=width,
-        hidden=fields.integer("feed_forward_length", "expert_feed_forward_length"),
+        hidden=max(
+            list_numbers(fields, count, None, "feed_forward_length", "expert_feed_forward_length")
+        ),
         heads=heads,
-        groups=count_groups(fields, heads),
+        groups=max(list_numbers(fields, count, heads, "attention.head_count_kv")),
         head_width=head,
         max_length=most,
         layers=read_gguf_layers(fields, row, count, head, length(most), tensors),
@@ -240,28 +256,20 @@ def read_gguf_config(
     return row.adjust(fields, config), leave_out_layers(row.names, range(count, count + guessing))
 
 
-def list_groups(fields: Fields, count: int | None = None) -> list[int]:
-    """Return the heads of keys and values of each layer, if metadata has them by layer, else [].
+def list_numbers(fields: Fields, count: int, default: int | None, *names: str) -> list[int]:
+    """Return a number of each layer, of metadata that has one for all, or one for each.
 
     Raises:
-        ModelError: there are other values, or fewer than `count`.
+        ModelError: it is missing and has no default, is another kind of value, or has too few.
     """
-    value = fields.get("attention.head_count_kv")
+    value = fields.get(*names)
     value = value.tolist() if isinstance(value, np.ndarray) else value
     if not isinstance(value, list):
-        return []
-    is_right = all(isinstance(each, int) for each in value) and len({*value} - {0}) == 1
-    if not is_right or len(value) < (count or 0):
-        raise fields.refuse(
-            ("attention.head_count_kv",), value, "one number for each layer, 0 or always the same"
-        )
-    return value
-
-
-def count_groups(fields: Fields, heads: int) -> int:
-    """Return the heads of keys and values of the layers that have any."""
-    values = list_groups(fields)
-    return max(values) if values else fields.integer("attention.head_count_kv", default=heads)
+        return [fields.integer(*names, default=default)] * count
+    is_right = all(isinstance(each, int) and each >= 0 for each in value)
+    if not is_right or len(value) < count:
+        raise fields.refuse(names, value, f"{format_count(count, 'number')}, one for each layer")
+    return value[:count]
 
 
 def find_biases(tensors: Container[str]) -> frozenset[str]:
@@ -338,8 +346,61 @@ def read_gguf_layers(
     length: int,
     tensors: Mapping[str, StoredTensor],
 ) -> tuple[LayerConfig, ...]:
-    """Read windows, rotary positions and mixers of all layers."""
-    window = fields.integer("attention.sliding_window", default=0) if row.pattern else 0
+    """Read windows, rotary positions, mixers and sizes of all layers."""
+    window = fields.integer("attention.sliding_window", default=0)
+    types = list_gguf_types(fields, row, count, window)
+    window = window if row.pattern or row.reads_pattern else 0
+    rotaries = read_gguf_rotaries(fields, row, head, length, tensors)
+    turned, mixers = row.turned(fields, types, window), row.mixers(fields, count)
+    groups = list_numbers(fields, count, 1, "attention.head_count_kv")
+    hidden = list_numbers(fields, count, 1, "feed_forward_length")
+    layers = []
+    for i, (kind, mixer) in enumerate(zip(types, mixers, strict=True)):
+        if mixer is not None:
+            layers.append(LayerConfig(mixer=mixer))
+            continue
+        if groups[i] < 1:
+            raise fields.refuse(("attention.head_count_kv",), groups, "numbers from 1 on")
+        is_windowed = LAYER_TYPES[kind]
+        layers.append(
+            LayerConfig(
+                rotaries[is_windowed] if turned[i] else None,
+                window if is_windowed else 0,
+                groups=0 if groups[i] == max(groups) else groups[i],
+                hidden=0 if hidden[i] == max(hidden) else hidden[i],
+                has_values=not row.has_equal_values or f"{NAMES['v'].format(i)}.weight" in tensors,
+            )
+        )
+    return tuple(layers)
+
+
+def list_gguf_types(fields: Fields, row: GgufModelRow, count: int, window: int) -> list[str]:
+    """Return the types of all layers.
+
+    Raises:
+        ModelError: metadata has others than the architecture.
+    """
+    pattern = fields.get("attention.sliding_window_pattern")
+    pattern = pattern.tolist() if isinstance(pattern, np.ndarray) else pattern
+    if row.reads_pattern:
+        if not isinstance(pattern, list) or len(pattern) < count:
+            raise fields.refuse(("attention.sliding_window_pattern",), pattern, "a list of layers")
+        return name_types([not each for each in pattern[:count]])
+    types = list_types(row.pattern, count)
+    is_windowed = [LAYER_TYPES[kind] for kind in types]
+    if window and row.pattern and pattern not in (None, row.pattern, is_windowed):
+        raise fields.refuse(("attention.sliding_window_pattern",), pattern, str(row.pattern))
+    return types
+
+
+def read_gguf_rotaries(
+    fields: Fields,
+    row: GgufModelRow,
+    head: int,
+    length: int,
+    tensors: Mapping[str, StoredTensor],
+) -> tuple[Rotary, Rotary]:
+    """Read the rotary positions of layers that see all tokens, and of those with a window."""
     size = fields.integer("rope.dimension_count", default=head)
     base = fields.number("rope.freq_base", default=10000.0)
     original = fields.integer(
@@ -369,26 +430,11 @@ def read_gguf_layers(
     rotary = make_rotary(base, size, Fields(values), length, numbers)
     magnitude = fields.number("rope.scaling.attn_factor", default=1.0)
     rotary = replace(rotary, magnitude=rotary.magnitude * magnitude)
-    local = rotary
-    if row.local_base or not row.scales_windows:
-        local_base = fields.number("rope.freq_base_swa", default=row.local_base or base)
-        local = make_rotary(local_base, size, Fields({}), length)
-    types = list_types(row.pattern, count)
-    is_windowed = [LAYER_TYPES[kind] for kind in types]
-    pattern = fields.get("attention.sliding_window_pattern")
-    pattern = pattern.tolist() if isinstance(pattern, np.ndarray) else pattern
-    if window and pattern not in (None, row.pattern, is_windowed):
-        raise fields.refuse(("attention.sliding_window_pattern",), pattern, str(row.pattern))
-    turned, mixers = row.turned(fields, types, window), row.mixers(fields, count)
-    return tuple(
-        LayerConfig(
-            (local if windowed else rotary) if is_turned else None,
-            window if windowed else 0,
-        )
-        if mixer is None
-        else LayerConfig(mixer=mixer)
-        for windowed, is_turned, mixer in zip(is_windowed, turned, mixers, strict=True)
-    )
+    if not row.local_base and row.scales_windows:
+        return rotary, rotary
+    local_base = fields.number("rope.freq_base_swa", default=row.local_base or base)
+    local_size = fields.integer("rope.dimension_count_swa", default=size)
+    return rotary, make_rotary(local_base, local_size, Fields({}), length)
 
 
 def list_gguf_tensors(path: PathLike, header: GgufHeader) -> dict[str, StoredTensor]:
@@ -456,6 +502,25 @@ def adjust_gemma_scale(fields: Fields, config: CausalLMConfig) -> CausalLMConfig
     return scale_embedding(fields, config)
 
 
+def adjust_gguf_gemma4(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    """Layers with a window have other heads, and the last layers keys and values of others."""
+    head = fields.integer("attention.key_length_swa", default=config.head_width)
+    layers = [
+        replace(layer, head_width=head) if layer.window and head != config.head_width else layer
+        for layer in config.layers
+    ]
+    shared = fields.integer("attention.shared_kv_layers", default=0)
+    return scale_embedding(
+        fields,
+        replace(
+            config,
+            layers=tuple(share_caches(layers, len(layers) - shared)),
+            token_width=fields.integer("embedding_length_per_layer_input", default=0),
+            score_cap=fields.number("final_logit_softcapping", default=30.0),
+        ),
+    )
+
+
 def adjust_gguf_granite(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
     divisor = fields.number("logit_scale", default=1.0)
     if divisor == 0:
@@ -518,8 +583,8 @@ def adjust_gguf_mistral3(fields: Fields, config: CausalLMConfig) -> CausalLMConf
 def list_convolutions(fields: Fields, count: int) -> list[Mixer | None]:
     """Convolutions in layers without heads of keys and values."""
     convolution = ShortConvolution(fields.integer("shortconv.l_cache"))
-    groups = list_groups(fields, count) or [1] * count
-    return [None if each else convolution for each in groups[:count]]
+    groups = list_numbers(fields, count, 1, "attention.head_count_kv")
+    return [None if each else convolution for each in groups]
 
 
 def list_deltas(fields: Fields, count: int, is_tiled: bool = False) -> list[Mixer | None]:
@@ -605,6 +670,20 @@ GGUF_ARCHITECTURES: dict[str, GgufModelRow] = {
         pattern=6,
         local_base=10000.0,
         adjust=adjust_gemma_scale,
+    ),
+    "gemma4": GgufModelRow(
+        replace(PLAIN, unread=rf"{UNREAD}|blk\.\d+\.attn_[kv](_norm)?\.weight"),
+        changes={
+            **GEMMA2,
+            "has_head_norms": True,
+            "has_value_norms": True,
+            "has_layer_scales": True,
+            "query_scale": 1.0,
+        },
+        reads_pattern=True,
+        has_equal_values=True,
+        local_base=10000.0,
+        adjust=adjust_gguf_gemma4,
     ),
     "olmo2": GgufModelRow(
         changes={**POST_NORMS, "has_row_norms": True}, pattern=4, scales_windows=False

@@ -37,35 +37,35 @@ def attend(parts: FunctionParts, name: str, i: int, layer: LayerConfig, h: Expr)
     """Return the attention over the cache, after new keys and values are written to it."""
     config = parts.config
     found = parts.multiply(f"{name}.q", h)
+    if not layer.has_values and layer.source is None:
+        found["v"] = found["k"]
     if config.has_row_norms:
         found |= {part: parts.normalize(f"{name}.{part}_norm", found[part]) for part in "qk"}
     heads = {
-        part: parts.emit(
-            relax.op.reshape(
-                found[part],
-                (
-                    parts.sequences,
-                    parts.rows,
-                    config.heads if part == "q" else config.groups,
-                    config.head_width,
-                ),
-            ),
-            f"{name}.{part}.heads",
-        )
-        for part in ("q", "k", "v")
+        part: split_heads(parts, name, layer, part, found[part]) for part in "qkv" if part in found
     }
     for part in ("q", "k"):
+        if part not in heads:
+            continue
         if config.has_head_norms:
             heads[part] = parts.normalize(f"{name}.{part}_norm", heads[part])
         if layer.rotary is not None:
             rotary = layer.rotary if part == "q" else layer.rotary.of_keys
             turned = qnn.rotate(heads[part], *parts.network.angles[rotary], parts.positions)
             heads[part] = parts.emit(turned, f"{name}.{part}.turned")
-    cached = [
-        operand
-        for part, kind in (("k", "keys"), ("v", "values"))
-        for operand in update_cache(parts, f"{kind}.{i}", heads[part])
-    ]
+    if config.has_value_norms and "v" in heads:
+        ones = relax.const(np.ones(config.head_width_of(layer), "float32"))
+        normed = relax.op.nn.rms_norm(heads["v"], ones, [-1], config.epsilon)
+        heads["v"] = parts.emit(normed, f"{name}.v.normed")
+    if layer.source is None:
+        cached = [
+            operand
+            for part, kind in (("k", "keys"), ("v", "values"))
+            for operand in update_cache(parts, f"{kind}.{i}", heads[part])
+        ]
+    else:
+        slots = (f"{kind}.{layer.source}" for kind in ("keys", "values"))
+        cached = [operand for slot in slots for operand in read_cache(parts, slot)]
     window = layer.window if layer.window < parts.network.length else 0
     sinks = parts.network.constants.get(f"{name}.sinks.weight")
     attended = parts.emit(
@@ -75,13 +75,21 @@ def attend(parts: FunctionParts, name: str, i: int, layer: LayerConfig, h: Expr)
         ),
         f"{name}.attention",
     )  # fmt: skip
-    width = config.heads * config.head_width
+    width = config.heads * config.head_width_of(layer)
     flat = relax.op.reshape(attended, (parts.sequences, parts.rows, width))
     seen = parts.emit(flat, f"{name}.seen")
     if config.has_gates:
         share = parts.emit(relax.op.sigmoid(found["attention_gate"]), f"{name}.share")
         seen = parts.emit(relax.op.multiply(seen, share), f"{name}.gated")
     return parts.multiply(f"{name}.out", seen)["out"]
+
+
+def split_heads(parts: FunctionParts, name: str, layer: LayerConfig, part: str, x: Expr) -> Expr:
+    """Return rows of heads, (B, rows, heads, width)."""
+    config = parts.config
+    count = config.heads if part == "q" else config.groups_of(layer)
+    shape = (parts.sequences, parts.rows, count, config.head_width_of(layer))
+    return parts.emit(relax.op.reshape(x, shape), f"{name}.{part}.heads")
 
 
 def attend_latent(
@@ -138,6 +146,11 @@ def update_cache(parts: FunctionParts, name: str, rows: Expr) -> tuple[Expr, Exp
     for slot, value in values.items():
         updated = qnn.update_cache(parts.state[slot], value, parts.positions)
         parts.state[slot] = parts.emit(updated, f"{slot}.next")
+    return read_cache(parts, name)
+
+
+def read_cache(parts: FunctionParts, name: str) -> tuple[Expr, Expr]:
+    """Return the cache with what was written, and its scales."""
     return parts.state[name], parts.state.get(f"{name}.scale", number(1.0))
 
 

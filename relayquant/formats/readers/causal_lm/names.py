@@ -60,7 +60,7 @@ LATENT = ("latent_keys", "latent_values")
 #: Weights of one output, or of convolutions: sources have axes of size 1 there, or have not.
 ONES = ("share", "conv", "delta_conv")
 #: Matrices that every source stores as (vocabulary or positions, width).
-TABLES = ("embedding", "positions", "classifier")
+TABLES = ("embedding", "positions", "token_table", "classifier")
 
 
 def translate_tensors(

@@ -100,9 +100,41 @@ class FunctionBuilder(FunctionParts):
             x = self.emit(
                 relax.op.add(x, self.take_rows("positions", self.emit(at, "at"))), "placed"
             )
+        vectors = self.find_token_vectors(x) if config.token_width else None
         for i, layer in enumerate(config.layers):
-            x = self.compute_layer(f"layers.{i}", i, layer, x)
+            name = f"layers.{i}"
+            x = self.compute_layer(name, i, layer, x)
+            if vectors is not None:
+                x = self.add_token_vector(name, i, x, vectors)
+            if config.has_layer_scales:
+                scale = self.network.constants[f"{name}.scale.weight"]
+                x = self.emit(relax.op.multiply(x, scale), f"{name}.rescaled")
         return x
+
+    def find_token_vectors(self, x: Expr) -> Expr:
+        """Return the vectors of each token for all layers, (B, rows, layers, token_width)."""
+        config = self.config
+        shape = (self.sequences, self.rows, len(config.layers), config.token_width)
+        own = self.take_rows("token_table", self.tokens)
+        own = self.emit(relax.op.reshape(own, shape), "token.rows")
+        own = self.emit(relax.op.multiply(own, number(config.token_width**0.5)), "token.scaled")
+        seen = self.multiply("token_in", x)["token_in"]
+        seen = self.emit(relax.op.multiply(seen, number(config.width**-0.5)), "token.seen")
+        seen = self.emit(relax.op.reshape(seen, shape), "token.seen.rows")
+        both = relax.op.add(self.normalize("token_norm", seen), own)
+        both = self.emit(both, "token.both")
+        return self.emit(relax.op.multiply(both, number(0.5**0.5)), "token.vectors")
+
+    def add_token_vector(self, name: str, i: int, x: Expr, vectors: Expr) -> Expr:
+        """Add what a layer makes of a token's vector."""
+        own = relax.op.strided_slice(vectors, [2], [i], [i + 1])
+        own = self.emit(relax.op.squeeze(self.emit(own, f"{name}.own"), [2]), f"{name}.vector")
+        gate = self.multiply(f"{name}.token_gate", x)["token_gate"]
+        gate = self.emit(ACTIVATIONS[self.config.activation](gate), f"{name}.token.opened")
+        h = self.emit(relax.op.multiply(gate, own), f"{name}.token.gated")
+        h = self.multiply(f"{name}.token_out", h)["token_out"]
+        h = self.normalize(f"{name}.token_post_norm", h)
+        return self.emit(relax.op.add(x, h), f"{name}.token.added")
 
     def compute_layer(self, name: str, i: int, layer: LayerConfig, x: Expr) -> Expr:
         """Return x (B, rows, width) with attention and the feed-forward network added."""

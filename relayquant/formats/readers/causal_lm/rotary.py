@@ -148,6 +148,15 @@ def scale_by_length(
     return divide_by(frequencies, values), scaling.number("attention_factor", default=magnitude)
 
 
+def scale_by_share(
+    frequencies: np.ndarray, scaling: Fields, length: int
+) -> tuple[np.ndarray, float]:
+    """Keep the first ones, a share of all, and turn the others by nothing."""
+    share = scaling.number("partial_rotary_factor", default=1.0)
+    kept = np.arange(len(frequencies)) < int(share * 2 * len(frequencies) // 2)
+    return np.where(kept, frequencies / positive(scaling, "factor", 1.0), 0.0), 1.0
+
+
 #: Name in config.json -> how frequencies are scaled.
 SCALINGS: dict[str, Scaling] = {
     "default": lambda frequencies, _scaling, _length: (frequencies, 1.0),
@@ -155,4 +164,5 @@ SCALINGS: dict[str, Scaling] = {
     "llama3": scale_as_llama3,
     "yarn": scale_as_yarn,
     "longrope": scale_by_length,
+    "proportional": scale_by_share,
 }

@@ -33,7 +33,8 @@ TEXT_PART = re.compile(
     r"(model\.)?(language_model|text_model)\.((?P<own>model|lm_head)\.)?(?P<rest>.*)"
 )
 OTHER_PARTS = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector)\..*"
+    r"(model\.)?(audio_tower|embed_audio|embed_vision|vision_tower|vision_model|visual|"
+    r"multi_modal_projector|connector)\..*"
 )
 
 #: A module, and the values of its parameters.

@@ -75,11 +75,13 @@ class Network:
         for i, layer in enumerate(config.layers):
             for group in list_products(config, layer):
                 products[f"layers.{i}.{group[0]}"] = join_products(tensors, f"layers.{i}.", group)
+        if config.token_width:
+            products["token_in"] = join_products(tensors, "", ("token_in",))
         if not config.is_tied:
             products["classifier"] = join_products(tensors, "", ("classifier",))
         tables = {
             name: tensors[f"{name}.weight"]
-            for name in ("embedding", "positions")
+            for name in ("embedding", "positions", "token_table")
             if f"{name}.weight" in tensors
         }
         network = Network(config, options, length, products, tables)
@@ -117,8 +119,9 @@ class Network:
 
 def list_products(config: CausalLMConfig, layer: LayerConfig) -> list[tuple[str, ...]]:
     """Return the products of a layer that all rows share: those of the same data together."""
-    gates = ("attention_gate",) if config.has_gates else ()
-    found: list[tuple[str, ...]] = [("q", "k", "v", *gates), ("out",)]
+    own = config.list_products(layer)
+    parts = ("q", "k", "v", "attention_gate")
+    found: list[tuple[str, ...]] = [tuple(part for part in parts if part in own), ("out",)]
     if layer.mixer is not None:
         found = [*layer.mixer.groups]
     elif config.latent is not None:
@@ -127,6 +130,8 @@ def list_products(config: CausalLMConfig, layer: LayerConfig) -> list[tuple[str,
         found += [("gate", "up") if config.is_gated else ("up",), ("down",)]
     elif layer.experts.shared:
         found += [("shared_gate", "shared_up"), ("shared_down",)]
+    if config.token_width:
+        found += [("token_gate",), ("token_out",)]
     return found
 
 
@@ -185,7 +190,6 @@ def list_states(network: Network) -> list[StateValue]:
     and then what other layers keep, "rows.0".
     """
     config, options = network.config, network.options
-    shape = (options.sequences, config.groups, network.length, config.head_width)
     states: list[StateValue] = []
     others: list[StateValue] = []
     for i, layer in enumerate(config.layers):
@@ -196,6 +200,10 @@ def list_states(network: Network) -> list[StateValue]:
                 for name, sizes in own.items()
             ]
             continue
+        if layer.source is not None:
+            continue
+        groups, width = config.groups_of(layer), config.head_width_of(layer)
+        shape = (options.sequences, groups, network.length, width)
         for kind in ("keys",) if config.latent else ("keys", "values"):
             states.append(StateValue(f"{kind}.{i}", shape, options.cache))
             if options.cache == "int8":
