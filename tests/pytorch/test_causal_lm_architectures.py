@@ -207,6 +207,17 @@ CASES = {
             "final_logit_softcapping": 20.0,
         },
     ),
+    "gemma4, experts": (
+        "Gemma4TextConfig",
+        {
+            **GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
     "gpt2": ("GPT2Config", {}),
     "gpt2, not tied": ("GPT2Config", {"tie_word_embeddings": False}),
 }
@@ -218,7 +229,6 @@ REFUSED = {
     "Gemma3TextConfig": "use_bidirectional_attention",
     "CohereConfig": "use_qk_norm",
     "GPT2Config": "scale_attn_by_inverse_layer_idx",
-    "Gemma4TextConfig": "enable_moe_block",
 }
 KINDS = sorted({kind for kind, _ in CASES.values()})
 #: Settings without a default of their own: sizes, which shapes of tensors show.

@@ -125,6 +125,18 @@ CASES = {
             "hidden_size_per_layer_input": 0,
         },
     ),
+    "gemma4, experts": (
+        "gemma4",
+        "Gemma4TextConfig",
+        {
+            **GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 64,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
     "lfm2_moe": ("lfm2moe", "Lfm2MoeConfig", {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 2}),
 }
 
@@ -167,7 +179,9 @@ def write_gguf(path, architecture, model, guessing=0):
     names = gguf.get_tensor_name_map(kind, LAYERS)
     for name, value in list_tensors(model):
         if name != "lm_head.weight" or not config.tie_word_embeddings:
-            own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            own = name
+            if not name.startswith("blk."):
+                own = names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert own, name
             writer.add_tensor(own, np.ascontiguousarray(value))
     writer.write_header_to_file()
@@ -214,7 +228,7 @@ def list_tensors(model):
     is_tiled = model.config.model_type.startswith("qwen3_5")
     for name, value in model.state_dict().items():
         array = value.numpy()
-        if name.endswith("experts.gate_up_proj"):
+        if name.endswith((".mlp.experts.gate_up_proj", ".feed_forward.experts.gate_up_proj")):
             for part, half in zip(("gate", "up"), np.split(array, 2, 1), strict=True):
                 yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight", half
             continue
@@ -237,7 +251,12 @@ def list_tensors(model):
             array = tile_heads(name, array, model.config)
         for before, after in RENAMED.items():
             name = name.replace(before, after)
-        yield f"{name}.weight" if name.endswith("down_proj") else name, array
+        if name.endswith(("router.scale", "per_expert_scale")):
+            part = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
+            yield f"blk.{name.split('.')[2]}.{part}.scale", array
+            continue
+        is_stack = name.endswith(("down_proj", "gate_up_proj"))
+        yield f"{name}.weight" if is_stack else name, array
 
 
 #: Names of tensors that the package does not know -> names that it knows
@@ -289,7 +308,8 @@ def add_mixers(writer, config):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if getattr(config, "moe_intermediate_size", None):
         writer.add_expert_count(getattr(config, "n_routed_experts", None) or config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
+        chosen = getattr(config, "top_k_experts", None) or config.num_experts_per_tok
+        writer.add_expert_used_count(chosen)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if hasattr(config, "shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)

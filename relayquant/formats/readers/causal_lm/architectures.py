@@ -409,6 +409,14 @@ def adjust_gemma4(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
         )
         for layer in share_caches(config.layers, len(config.layers) - shared)
     ]
+    if fields.flag("enable_moe_block"):
+        experts = ExpertConfig(
+            fields.integer("num_experts"),
+            fields.integer("top_k_experts"),
+            fields.integer("moe_intermediate_size"),
+            is_beside=True,
+        )
+        layers = [replace(layer, experts=experts) for layer in layers]
     return replace(
         config,
         layers=tuple(layers),
@@ -936,8 +944,19 @@ GEMMA4 = replace(
         "token_out": "model.layers.{}.per_layer_projection",
         "token_post_norm": "model.layers.{}.post_per_layer_input_norm",
         "scale": "model.layers.{}.layer",
+        "dense_norm": "model.layers.{}.post_feedforward_layernorm_1",
+        "pre_experts_norm": "model.layers.{}.pre_feedforward_layernorm_2",
+        "mixed_norm": "model.layers.{}.post_feedforward_layernorm_2",
+        "router": "model.layers.{}.router.proj",
+        "router_norm": "model.layers.{}.router.norm",
+        "share_scale": "model.layers.{}.router.share",
     },
-    renamed={".layer_scalar": ".layer.weight"},
+    experts={name.replace(".mlp.", "."): parts for name, parts in MLP_EXPERTS.items()},
+    renamed={
+        ".layer_scalar": ".layer.weight",
+        ".router.scale": ".router.norm.weight",
+        ".router.per_expert_scale": ".router.share.weight",
+    },
     # Layers that read keys and values of others may have products for their own.
     unread=rf"{UNREAD}|model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.weight",
 )
@@ -1014,7 +1033,8 @@ GEMMA4_SETTINGS = {
     "layer_types": None, "final_logit_softcapping": None, "global_head_dim": None,
     "num_global_key_value_heads": None, "per_layer_config": None, "attention_k_eq_v": False,
     "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "enable_moe_block": False,
-    "hidden_size_per_layer_input": 256,
+    "hidden_size_per_layer_input": 256, "num_experts": None, "top_k_experts": None,
+    "moe_intermediate_size": None,
 }  # fmt: skip
 GEMMA4_ROTARY = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -1201,8 +1221,8 @@ ARCHITECTURES: dict[str, ModelRow] = {
         GEMMA2, GEMMA3_SETTINGS, adjust_gemma3, list_by_pattern, BOTH_WAYS, sizes=GEMMA3_SIZES
     ),
     "gemma4_text": ModelRow(
-        GEMMA4, GEMMA4_SETTINGS, adjust_gemma4, list_last_full, ("enable_moe_block",),
-        rotary=GEMMA4_ROTARY, heads=read_gemma4_heads,
+        GEMMA4, GEMMA4_SETTINGS, adjust_gemma4, list_last_full, rotary=GEMMA4_ROTARY,
+        heads=read_gemma4_heads,
     ),
     "olmo2": ModelRow(OLMO2, OLMO2_SETTINGS, adjust_olmo2),
     "olmo3": ModelRow(

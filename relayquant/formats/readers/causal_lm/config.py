@@ -76,6 +76,12 @@ class ExpertConfig:
         is_normalized: Whether the shares of the chosen are divided by their sum.
         is_sigmoid, has_choice: Whether shares are sigmoids, and whether a learned number for each
             expert is added to choose.
+        is_beside: Whether the layer has its feed-forward network, too (Gemma 4). Experts and router
+            read x behind norms of their own, both results are normalized and added, and shares are
+            multiplied by a learned number of each expert:
+
+                dense_norm(down(...)) + mixed_norm(experts(pre_experts_norm(x)))
+                router(router_norm(x) / sqrt(width))
         groups, chosen_groups: Number of groups, and of those that a row chooses first.
         group_best: Number of a group's experts that are added up for its choice.
         sum_shift: What is added to the sum before shares are divided by it.
@@ -95,6 +101,7 @@ class ExpertConfig:
     slope: float = 1.702
     is_sigmoid: bool = False
     has_choice: bool = False
+    is_beside: bool = False
     groups: int = 1
     chosen_groups: int = 1
     group_best: int = 2
@@ -364,6 +371,8 @@ class CausalLMConfig:
                 found[f"layers.{i}.sinks.weight"] = (self.heads,)
             if self.has_layer_scales:
                 found[f"layers.{i}.scale.weight"] = (1,)
+            if layer.experts is not None and layer.experts.is_beside:
+                found[f"layers.{i}.share_scale.weight"] = (layer.experts.count,)
             if layer.experts is not None and layer.experts.has_choice:
                 found[f"layers.{i}.choice.bias"] = (layer.experts.count,)
         add("final_norm", "norm", (self.width,))
@@ -389,7 +398,9 @@ class CausalLMConfig:
             if self.has_gates:
                 found["attention_gate"] = (heads, self.width)
         if layer.experts is not None:
-            return found | self.list_experts(layer.experts)
+            found |= self.list_experts(layer.experts)
+            if not layer.experts.is_beside:
+                return found
         hidden = layer.hidden or self.hidden
         found |= {"up": (hidden, self.width), "down": (self.width, hidden)}
         if self.token_width:
@@ -426,6 +437,9 @@ class CausalLMConfig:
             norms |= self.latent.list_norms()
         if self.has_post_norms:
             norms |= {"post_attention_norm": self.width, "post_ffn_norm": self.width}
+        if layer.experts is not None and layer.experts.is_beside:
+            names = ("dense_norm", "pre_experts_norm", "mixed_norm", "router_norm")
+            norms |= dict.fromkeys(names, self.width)
         if self.token_width:
             norms["token_post_norm"] = self.width
         return norms

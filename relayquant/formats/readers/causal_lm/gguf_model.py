@@ -85,6 +85,11 @@ NAMES: dict[str, str] = {
     "token_out": "blk.{}.proj",
     "token_post_norm": "blk.{}.post_norm",
     "scale": "blk.{}.layer_output_scale",
+    "dense_norm": "blk.{}.post_ffw_norm_1",
+    "pre_experts_norm": "blk.{}.pre_ffw_norm_2",
+    "mixed_norm": "blk.{}.post_ffw_norm_2",
+    "router_norm": "blk.{}.ffn_router_norm",
+    "share_scale": "blk.{}.ffn_share_scale",
     "sinks": "blk.{}.attn_sinks",
     "conv": "blk.{}.shortconv.conv",
     "conv_in": "blk.{}.shortconv.in_proj",
@@ -159,6 +164,7 @@ class GgufModelRow:
         limit: Bound of values inside of experts, see `ExpertConfig`.
         router: Values of "expert_gating_func" that it reads -> whether shares are sigmoids.
         sum_shift: See `ExpertConfig`.
+        is_beside: Whether layers with experts have their feed-forward network, too.
         has_equal_values: Whether layers without a product for values have keys as values.
         scales_shares: Whether it reads groups of experts and the factor of their shares.
         has_latents: Whether heads have other widths than "attention.key_length".
@@ -178,6 +184,7 @@ class GgufModelRow:
     limit: float = 0.0
     router: Mapping[int, bool] = field(default_factory=lambda: SOFTMAX)
     sum_shift: float = 0.0
+    is_beside: bool = False
     has_equal_values: bool = False
     scales_shares: bool = False
     has_latents: bool = False
@@ -318,6 +325,7 @@ def add_gguf_experts(
         has_share=f"{NAMES['share'].format(first)}.weight" in tensors,
         limit=row.limit,
         is_sigmoid=row.router[gate],
+        is_beside=row.is_beside,
         has_choice=any(f"{NAMES['choice'].format(i)}.bias" in tensors for i in layers),
         sum_shift=row.sum_shift,
         groups=groups,
@@ -672,7 +680,14 @@ GGUF_ARCHITECTURES: dict[str, GgufModelRow] = {
         adjust=adjust_gemma_scale,
     ),
     "gemma4": GgufModelRow(
-        replace(PLAIN, unread=rf"{UNREAD}|blk\.\d+\.attn_[kv](_norm)?\.weight"),
+        replace(
+            PLAIN,
+            unread=rf"{UNREAD}|blk\.\d+\.attn_[kv](_norm)?\.weight",
+            renamed={
+                ".ffn_gate_inp.scale": ".ffn_router_norm.weight",
+                ".ffn_down_exps.scale": ".ffn_share_scale.weight",
+            },
+        ),
         changes={
             **GEMMA2,
             "has_head_norms": True,
@@ -681,6 +696,7 @@ GGUF_ARCHITECTURES: dict[str, GgufModelRow] = {
             "query_scale": 1.0,
         },
         reads_pattern=True,
+        is_beside=True,
         has_equal_values=True,
         local_base=10000.0,
         adjust=adjust_gguf_gemma4,

@@ -146,7 +146,12 @@ class FunctionBuilder(FunctionParts):
         if not config.is_parallel:
             x = self.add(f"{name}.attended", x, attended)
             h = self.normalize(f"{name}.ffn_norm", x) if config.has_pre_norms else x
-        computed = self.mix(name, layer.experts, h) if layer.experts else self.feed_forward(name, h)
+        if layer.experts is None:
+            computed = self.feed_forward(name, h)
+        elif layer.experts.is_beside:
+            computed = self.mix_beside(name, layer.experts, x, h)
+        else:
+            computed = self.mix(name, layer.experts, h, h)
         if config.has_post_norms:
             computed = self.normalize(f"{name}.post_ffn_norm", computed)
         if config.is_parallel:
@@ -189,9 +194,21 @@ class FunctionBuilder(FunctionParts):
         moved = self.emit(relax.op.add(up, number(1.0)), f"{name}up.moved")
         return self.emit(relax.op.multiply(opened, moved), f"{name}hidden")
 
-    def mix(self, name: str, experts: ExpertConfig, h: Expr) -> Expr:
-        """Return the sum of what each row's experts compute, times their shares."""
-        shares, chosen = self.choose(name, experts, h)
+    def mix_beside(self, name: str, experts: ExpertConfig, x: Expr, h: Expr) -> Expr:
+        """Return what the feed-forward network makes of h, plus what experts make of x."""
+        dense = self.normalize(f"{name}.dense_norm", self.feed_forward(name, h))
+        own = self.normalize(f"{name}.pre_experts_norm", x)
+        routed = self.normalize(f"{name}.router_norm", x)
+        routed = relax.op.multiply(routed, number(self.config.width**-0.5))
+        routed = self.emit(routed, f"{name}.routed")
+        mixed = self.normalize(f"{name}.mixed_norm", self.mix(name, experts, own, routed))
+        return self.emit(relax.op.add(dense, mixed), f"{name}.beside")
+
+    def mix(self, name: str, experts: ExpertConfig, h: Expr, routed: Expr) -> Expr:
+        """Return the sum of what each row's experts compute, times their shares. The router reads
+        `routed`.
+        """
+        shares, chosen = self.choose(name, experts, routed)
         rows = self.emit(relax.op.expand_dims(h, 2), f"{name}.expert_rows")
         quantized: dict[int, tuple[Expr, Expr]] = {}
         parts = {
@@ -250,6 +267,10 @@ class FunctionBuilder(FunctionParts):
         if experts.scale != 1:
             scaled = relax.op.multiply(shares, number(experts.scale))
             shares = self.emit(scaled, f"{name}.best.scaled")
+        if experts.is_beside:
+            scale = self.network.constants[f"{name}.share_scale.weight"]
+            own = self.emit(relax.op.take(scale, chosen, 0, mode="clip"), f"{name}.share_scale")
+            shares = self.emit(relax.op.multiply(shares, own), f"{name}.best.rescaled")
         return shares, chosen
 
     def leave_out_groups(self, name: str, experts: ExpertConfig, ranked: Expr) -> Expr:

@@ -126,7 +126,7 @@ def list_products(config: CausalLMConfig, layer: LayerConfig) -> list[tuple[str,
         found = [*layer.mixer.groups]
     elif config.latent is not None:
         found = config.latent.groups
-    if layer.experts is None:
+    if layer.experts is None or layer.experts.is_beside:
         found += [("gate", "up") if config.is_gated else ("up",), ("down",)]
     elif layer.experts.shared:
         found += [("shared_gate", "shared_up"), ("shared_down",)]
