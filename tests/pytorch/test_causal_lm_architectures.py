@@ -66,10 +66,12 @@ GROWTH = scale(
     mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0, max_position_embeddings=64,
 )  # fmt: skip
 GEMMA4 = {
-    **WINDOW, "num_hidden_layers": 8, "head_dim": 16, "global_head_dim": 24,
+    **WINDOW, "num_hidden_layers": 5, "head_dim": 16, "global_head_dim": 24,
     "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 12,
-    "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2
-    + ["sliding_attention", "full_attention"],
+    "layer_types": [
+        "sliding_attention", "full_attention", "sliding_attention", "sliding_attention",
+        "full_attention",
+    ],
 }  # fmt: skip
 #: case -> class of the config, what it has besides SIZES
 CASES = {
@@ -195,7 +197,7 @@ CASES = {
     "ministral3, a window": ("Ministral3Config", {**WINDOW, "head_dim": 16, **GROWTH}),
     "gemma4": (
         "Gemma4TextConfig",
-        {**GEMMA4, "num_kv_shared_layers": 4, "use_double_wide_mlp": True},
+        {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
     ),
     "gemma4, values of keys": (
         "Gemma4TextConfig",
