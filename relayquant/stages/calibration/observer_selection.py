@@ -31,6 +31,10 @@ samples the outputs gain 7 dB.
 A softmax is judged by the logarithm of its result. Of the result itself, a few samples near a
 decision are nearly all of the noise: on the third network of MTCNN, 16 samples put a range that
 gains 4 dB at +4 dB with a standard error of 10 dB.
+
+Most choices are clear after 8 samples. On 38 draws of 19 networks the outputs gain 3.7 dB over
+MinMax with 24 samples always (80 runs of one sample), 3.7 dB with 8 where they are clear (51 runs),
+and 3.6 dB with 12 always (40 runs).
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -52,6 +57,7 @@ from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import call_name, free_vars, static_size, tensor_shape
 from relayquant.ir.rewrite.moves import find_moved
+from relayquant.stages.calibration.passes import choose_batches
 from relayquant.stages.calibration.subgraphs import split_graph
 from relayquant.stages.calibration.weights.ranges import RelativeMSE, RowState
 from relayquant.stages.prepared import CalibrationGraph
@@ -73,6 +79,10 @@ RELATIVE, MINMAX = CANDIDATES[0], CANDIDATES[-1]
 #: Samples that ranges are judged on, at most and at least, and the multiply-adds of one run over
 #: them: a model that takes more is judged on fewer.
 MOST_JUDGED, LEAST_JUDGED, JUDGED_WORK = 24, 4, 2.5e10
+
+#: Batches that a candidate runs on first. The others decide if a difference of this many standard
+#: errors for it, or against it, would turn the verdict.
+FIRST_JUDGED, FOR, AGAINST = 8, 1.0, 2.0
 
 #: dB that an output may be worse than with MinMax on the judged samples, including one standard
 #: error
@@ -201,8 +211,37 @@ def plan_rounds(sections: Sequence[Section]) -> Iterator[list[Section]]:
         waiting = [section for section in waiting if section not in chosen]
 
 
+class CandidateNoise:
+    """The noise of some candidates at each output on each sample, (outputs, samples). It is
+    measured when it is asked for: on the first batches, and on the others.
+    """
+
+    def __init__(self, first: Callable[[], Float64Array], *others: Callable[[], Float64Array]):
+        self._first, self._others = first, others
+
+    @cached_property
+    def first(self) -> Float64Array:
+        """On the first batches, or on all if they are few."""
+        return self._first()
+
+    @cached_property
+    def whole(self) -> Float64Array:
+        """On all batches."""
+        return np.concatenate([self.first, *(measure() for measure in self._others)], axis=1)
+
+    def passes(self, rule: Callable[..., bool], base: CandidateNoise) -> bool:
+        """Whether the `rule` holds for this noise and the noise `base`. The rule's third argument
+        is a number of standard errors by which every difference is larger than it looks.
+        """
+        if self._others and rule(self.first, base.first, FOR):
+            return True
+        if self._others and not rule(self.first, base.first, -AGAINST):
+            return False
+        return rule(self.whole, base.whole)
+
+
 def choose_candidates(
-    sections: Sequence[Section], measure: Callable[[Mapping[str, str]], Float64Array]
+    sections: Sequence[Section], measure: Callable[[Mapping[str, str]], CandidateNoise]
 ) -> dict[str, str]:
     """Choose the candidate of every value.
 
@@ -215,36 +254,35 @@ def choose_candidates(
 
     Args:
         sections: The values.
-        measure: Returns the noise at each output on each sample, (outputs, samples), with the
-            candidates named for each value.
+        measure: Returns the noise with the candidates named for each value.
     """
 
     def name_all(name: str, some: Sequence[Section] = sections) -> dict[str, str]:
         return {key: name for section in some for key in section.keys}
 
-    chosen = name_all(MINMAX)
-    base = noise = measure(chosen)
+    base = best = measure(name_all(MINMAX))
 
     def worsen(noise: Float64Array, outputs: Collection[int]) -> tuple[float, float]:
         index = sorted(outputs)
-        return compare_outputs(noise[index], base[index])
+        return compare_outputs(noise[index], base.whole[index])
 
     start = MINMAX
     for name in CANDIDATES[:-1]:
         trial = measure(name_all(name))
-        is_better = start == MINMAX or is_clearly_nearer(trial, noise)
-        if is_better and is_as_near(trial, base):
-            start, noise = name, trial
+        is_better = start == MINMAX or trial.passes(is_clearly_nearer, best)
+        if is_better and trial.passes(is_as_near, base):
+            start, best = name, trial
         elif start != MINMAX:
             break
     chosen = name_all(start)
     tighter = CANDIDATES[: CANDIDATES.index(start)]
     if not tighter or len(sections) < 2:
         return chosen
+    noise = best.whole
     for some in itertools.islice(plan_rounds(sections), MOST_ROUNDS):
         before = dict(chosen)
         for name in tighter:
-            trial = measure(before | name_all(name, some))
+            trial = measure(before | name_all(name, some)).whole
             for section in some:
                 mean, most = worsen(trial, section.outputs)
                 if most <= TOLERANCE and mean < worsen(noise, section.outputs)[0] - LEAST_GAIN:
@@ -256,28 +294,32 @@ def choose_candidates(
     return chosen
 
 
-def is_as_near(noise: Float64Array, base: Float64Array) -> bool:
+def is_as_near(noise: Float64Array, base: Float64Array, doubt: float = 0.0) -> bool:
     """Whether the outputs are as near to the float model's as with the noise `base`, (outputs,
-    samples): no farther on average, and none by more than `TOLERANCE`.
+    samples): no farther on average, and none by more than `TOLERANCE`. Every difference counts as
+    `doubt` standard errors larger.
     """
-    mean, most = compare_outputs(noise, base)
+    mean, most = compare_outputs(noise, base, doubt)
     return mean <= 0 and most <= TOLERANCE
 
 
-def is_clearly_nearer(noise: Float64Array, base: Float64Array) -> bool:
+def is_clearly_nearer(noise: Float64Array, base: Float64Array, doubt: float = 0.0) -> bool:
     """Whether the outputs are nearer to the float model's than with the noise `base`, (outputs,
-    samples), by more than `CLEAR` standard errors of the mean over outputs.
+    samples), by more than `CLEAR` standard errors of the mean over outputs, and `doubt` more.
     """
-    ratios, errors = np.array([*map(compare_noise, noise, base)]).T
-    return bool(ratios.sum() + CLEAR * math.hypot(*errors) < 0)
+    return compare_outputs(noise, base, CLEAR + doubt)[0] < 0
 
 
-def compare_outputs(noise: Float64Array, base: Float64Array) -> tuple[float, float]:
-    """Return how many dB the noise is above the base noise, both (outputs, samples): the mean over
-    outputs, and the upper bound of the worst output including its standard error.
+def compare_outputs(
+    noise: Float64Array, base: Float64Array, doubt: float = 0.0
+) -> tuple[float, float]:
+    """Return how many dB the noise is above the base noise, both (outputs, samples), and `doubt`
+    standard errors more: the mean over outputs, and the upper bound of the worst output, which
+    includes one standard error.
     """
     ratios, errors = np.array([*map(compare_noise, noise, base)]).T
-    return float(ratios.mean()), float((ratios + errors).max())
+    mean = ratios.mean() + doubt * math.hypot(*errors) / len(errors)
+    return float(mean), float((ratios + (1 + doubt) * errors).max())
 
 
 def compare_noise(noise: Float64Array, base: Float64Array) -> tuple[float, float]:
@@ -360,6 +402,7 @@ class OutputJudge:
         subgraph = self.subgraph
         view = Graph(self.graph.mod)
         is_softmax = find_probabilities(view, (view.vars[name] for name in subgraph.observed))
+        looks = split_looks(batches)
         found: dict[tuple[str, str], QParams] = {}
 
         def find_all(names: Mapping[str, str]) -> dict[str, QParams]:
@@ -370,7 +413,7 @@ class OutputJudge:
         def take_results(named: Mapping[str, np.ndarray]) -> list[np.ndarray]:
             return take_logarithms((named[name] for name in subgraph.observed), is_softmax)
 
-        def run(known: Mapping[str, Any]) -> list[list[np.ndarray]]:
+        def run(known: Mapping[str, Any], some: Sequence[JudgedBatch]) -> list[list[np.ndarray]]:
             def run_batch(batch: JudgedBatch) -> list[np.ndarray]:
                 values = {**known, **fixed, **batch.inputs}
                 args = [values[name] for name in subgraph.inputs]
@@ -379,19 +422,27 @@ class OutputJudge:
                 results = functions.run(subgraph.function, args)
                 return take_results(dict(zip(subgraph.outputs, results, strict=True)))
 
-            return list(map_on_threads(run_batch, batches))
+            return list(map_on_threads(run_batch, some))
 
-        are_known = all(batch.results for batch in batches)
-        known = [take_results(batch.results) for batch in batches] if are_known else None
-        expected = known or run(self.graph.arguments())
+        @cache
+        def expect(look: int) -> list[list[np.ndarray]]:
+            some = looks[look]
+            if all(batch.results for batch in some):
+                return [take_results(batch.results) for batch in some]
+            return run(self.graph.arguments(), some)
 
-        def measure(names: Mapping[str, str]) -> Float64Array:
-            results = run(self.graph.arguments({**parameters, **find_all(names)}))
+        def measure_look(names: Mapping[str, str], look: int) -> Float64Array:
+            results = run(self.graph.arguments({**parameters, **find_all(names)}), looks[look])
             parts = [
                 measure_noise(x, y, count_samples(batch.inputs))
-                for batch, x, y in zip(batches, expected, results, strict=True)
+                for batch, x, y in zip(looks[look], expect(look), results, strict=True)
             ]
             return np.concatenate(parts, axis=1)
+
+        def measure(names: Mapping[str, str]) -> CandidateNoise:
+            return CandidateNoise(
+                *(partial(measure_look, names, look) for look in range(len(looks)))
+            )
 
         chosen = choose_candidates(sections, measure)
         return {key: (name, found[key, name]) for key, name in chosen.items()}
@@ -404,6 +455,19 @@ def count_judged(graph: CalibrationGraph) -> int:
     batch = max((static_size(dim) or 1 for dims in sizes for dim in dims[:1]), default=1)
     each = sum(count_macs(binding.value) for binding in view.bindings) / batch
     return int(min(max(JUDGED_WORK / max(each, 1), LEAST_JUDGED), MOST_JUDGED))
+
+
+def split_looks(batches: Sequence[JudgedBatch]) -> list[list[JudgedBatch]]:
+    """Return the batches that a candidate runs on first, evenly spread, and the others. All run
+    first if there are less than twice as many.
+    """
+    if len(batches) < 2 * FIRST_JUDGED:
+        return [[*batches]]
+    first = {*choose_batches(len(batches), FIRST_JUDGED)}
+    parts: list[list[JudgedBatch]] = [[], []]
+    for number, batch in enumerate(batches):
+        parts[number not in first].append(batch)
+    return parts
 
 
 def measure_noise(

@@ -21,6 +21,7 @@ from relayquant.ir.rewrite import Graph
 from relayquant.stages.calibration import observer_selection
 from relayquant.stages.calibration.observer_selection import (
     CANDIDATES,
+    FIRST_JUDGED,
     JUDGED_WORK,
     LEAST_JUDGED,
     MINMAX,
@@ -28,6 +29,7 @@ from relayquant.stages.calibration.observer_selection import (
     RELATIVE,
     SHARES,
     TOLERANCE,
+    CandidateNoise,
     OutputJudge,
     OutputSQNR,
     Section,
@@ -36,7 +38,9 @@ from relayquant.stages.calibration.observer_selection import (
     find_probabilities,
     find_sections,
     is_as_near,
+    is_clearly_nearer,
     measure_noise,
+    split_looks,
     take_logarithms,
 )
 
@@ -51,8 +55,11 @@ class Costs:
     def __init__(self, **costs: dict[str, object]) -> None:
         self.costs, self.runs = costs, 0
 
-    def __call__(self, names: dict[str, str]) -> np.ndarray:
+    def __call__(self, names: dict[str, str]) -> CandidateNoise:
         self.runs += 1
+        return CandidateNoise(lambda: self.add(names))
+
+    def add(self, names: dict[str, str]) -> np.ndarray:
         outputs = {key: section.outputs for section in SECTIONS for key in section.keys}
         noise = np.zeros((2, 16))
         for key, name in names.items():
@@ -121,6 +128,59 @@ def test_choose__one_sample_hides_no_gain_of_the_others_unless_the_sum_is_worse(
     assert found == {"a": expected}
 
 
+def run_until_clear(noise: np.ndarray, base: np.ndarray, rule) -> tuple[bool, int]:
+    """Return what a rule says of one output's noise, and the samples that it ran on."""
+    trials = []
+    for values in (noise, base):
+        first, others = np.split(values[None], [FIRST_JUDGED], axis=1)
+        trials.append(CandidateNoise(lambda part=first: part, lambda part=others: part))
+    verdict = trials[0].passes(rule, trials[1])
+    assert ("whole" in vars(trials[0])) == ("whole" in vars(trials[1]))
+    return verdict, MOST_JUDGED if "whole" in vars(trials[0]) else FIRST_JUDGED
+
+
+@pytest.mark.parametrize(
+    ("gain", "spread", "rule", "expected"),
+    [
+        (3.0, 0.1, is_as_near, (True, FIRST_JUDGED)),
+        (-3.0, 0.1, is_as_near, (False, FIRST_JUDGED)),
+        (1.0, 0.9, is_as_near, (True, MOST_JUDGED)),
+        (-0.7, 0.9, is_as_near, (False, MOST_JUDGED)),
+        (3.0, 0.1, is_clearly_nearer, (True, FIRST_JUDGED)),
+        (0.0, 0.1, is_clearly_nearer, (False, FIRST_JUDGED)),
+        (1.0, 0.36, is_clearly_nearer, (True, MOST_JUDGED)),
+        (1.0, 0.5, is_clearly_nearer, (False, MOST_JUDGED)),
+    ],
+)
+def test_candidate_noise__runs_on_few_samples_if_they_leave_no_doubt(gain, spread, rule, expected):
+    """The noise of half of the samples is 1 + spread times what the gain in dB makes of 1."""
+    noise = np.resize([1 + spread, 1 - spread], MOST_JUDGED) * 10 ** (-gain / 10)
+    assert run_until_clear(noise, np.ones(MOST_JUDGED), rule) == expected
+
+
+def test_candidate_noise__a_verdict_of_few_samples_is_that_of_all():
+    """Of 400 draws of noise that differ by up to 6 dB, one of the two rules turns in few."""
+    rng = np.random.default_rng(0)
+    turned, few = 0, 0
+    for gain in rng.uniform(-6, 6, 400):
+        noise, base = rng.lognormal(0, 0.5, (2, MOST_JUDGED))
+        noise *= 10 ** (-gain / 10)
+        for rule in (is_as_near, is_clearly_nearer):
+            verdict, samples = run_until_clear(noise, base, rule)
+            turned += verdict != rule(noise[None], base[None])
+            few += samples == FIRST_JUDGED
+    assert few > 400
+    assert turned < 24
+
+
+def test_split_looks__evenly_spread():
+    batches = [SimpleNamespace(number=i) for i in range(2 * FIRST_JUDGED)]
+    first, others = split_looks(batches)
+    assert [batch.number for batch in first] == [*range(0, 16, 2)]
+    assert [batch.number for batch in others] == [*range(1, 16, 2)]
+    assert split_looks(batches[1:]) == [batches[1:]]
+
+
 def test_compare_noise__a_gain_within_its_error_is_judged_by_samples_that_count_alike():
     """The mean of the samples' dB and its standard error, against SciPy."""
     from scipy import stats
@@ -137,7 +197,9 @@ def test_choose__never_worse_than_minmax_at_any_output(table):
     names = dict(zip("abcd", table, strict=True))
     costs = Costs(**{k: dict(zip(CANDIDATES, rows, strict=True)) for k, rows in names.items()})
     chosen = choose_candidates(SECTIONS, costs)
-    found, base = (costs(picks).sum(axis=1) for picks in (chosen, dict.fromkeys("abcd", MINMAX)))
+    found, base = (
+        costs.add(picks).sum(axis=1) for picks in (chosen, dict.fromkeys("abcd", MINMAX))
+    )
     assert (10 * np.log10(found / base) <= TOLERANCE + 1e-9).all()
 
 
@@ -384,14 +446,18 @@ def test_calibrate__ranges_are_judged_by_the_results_of_the_float_pass(
         return choose(judge, parameters, keys, find, batches)
 
     def try_candidates(sections, measure):
-        return choose_candidates(sections, lambda names: trials.append(names) or measure(names))
+        return choose_candidates(
+            sections, lambda names: trials.append(measure(names)) or trials[-1]
+        )
 
     monkeypatch.setattr(OutputJudge, "choose", watch)
     monkeypatch.setattr(observer_selection, "choose_candidates", try_candidates)
     rq.calibrate(rq.prepare(mod), data)
     assert len(seen) == MOST_JUDGED
     assert {len(array) for each in seen for array in each.inputs.values()} == {1}
-    assert len(runs) == (len(trials) + (not is_known)) * len(seen)
+    counts = [MOST_JUDGED if "whole" in vars(trial) else FIRST_JUDGED for trial in trials]
+    assert {*counts} == {MOST_JUDGED, FIRST_JUDGED}
+    assert len(runs) == sum(counts) + (not is_known) * MOST_JUDGED
     for each in seen:
         assert bool(each.results) == is_known
         expected = rq.reference.run(mod, [each.inputs["x"]])
