@@ -63,6 +63,7 @@ EFFORTS: Mapping[Effort, EffortSettings] = {
     Effort.BEST: EffortSettings(
         RelativeMSE(values=1 << 20),
         FitSettings(
+            optimal_columns=None,
             scale_factors=(1.0, 1.03, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7),
             sweeps=2,
             samples=32768,

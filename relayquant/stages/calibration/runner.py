@@ -22,7 +22,7 @@ from relayquant.base.cores import count_threads
 from relayquant.base.events import CallbackList, ParametersEvent, ProgressEvent
 from relayquant.base.qtypes import QParams
 from relayquant.base.runtime import LoadModule, limit_blas
-from relayquant.config import FitSettings, Order, WeightRounding
+from relayquant.config import FitSettings, Order
 from relayquant.config.fitting import DEFAULT_FIT
 from relayquant.config.observers import MinMax, Observer
 from relayquant.config.observers.base import NotFiniteError, call_observer
@@ -505,14 +505,15 @@ class _Run:
         """
         fit = self.fits[point.operator]
         spec = fit.group.info.spec
-        rows = self.settings.count_rows(fit.columns, spec)
+        data = dict(self.plan.operator(point.operator).operands).get("data")
+        size = fit.columns, spec, self.plan.group(data).info.spec if data is not None else None
         return FitObservation(
             point.source,
             fit.view,
             fit.columns,
             self.settings.max_columns,
-            self.settings.rounding is not WeightRounding.NEAREST,
-            -(-rows // self.data.count),
+            self.settings.needs_moments(*size),
+            -(-self.settings.count_rows(*size) // self.data.count),
             (self.settings.seed, self.prepared.graph.fits.index(point)),
             tuple(
                 (self.parameters[key], self.plan.group(key).info.spec) for key in point.roundings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ from relayquant.stages.calibration.weights.target import find_target
 DENSE = LinearView(None, (1, 0))
 INT8 = QSpec("int8", Scheme.SYMMETRIC, Granularity.PER_CHANNEL, quant_min=-127)
 INT4 = QSpec("int4", Scheme.SYMMETRIC, Granularity.PER_CHANNEL, quant_min=-7)
+DATA = QSpec("uint8")
 INT4_TENSOR = QSpec("int4", Scheme.SYMMETRIC, Granularity.PER_TENSOR, quant_min=-7)
 NEAREST = FitSettings(WeightRounding.NEAREST, BiasCorrection.NONE)
 OPTIMAL = FitSettings(WeightRounding.OPTIMAL, BiasCorrection.NONE)
@@ -291,6 +293,7 @@ def test_fit_operator__wide_matrices_cross_blocks() -> None:
         {"scale_factors": (1.0, 0.0)},
         {"tensor_factors": ()},
         {"damping": 0.0},
+        {"optimal_columns": -1},
         {"samples": 0},
         {"rounding": "nearer"},
     ],
@@ -464,8 +467,30 @@ def test_input_statistics__equal_whatever_the_batches() -> None:
 
 
 def test_fit_settings__rows_are_bounded_by_the_columns() -> None:
-    chosen = FitSettings(samples=1000, max_columns=500)
-    assert [chosen.count_rows(n) for n in (1, 10, 300, 500, 5000)] == [128, 1000, 1200, 2000, 2000]
+    chosen = FitSettings(samples=1000, max_columns=500, optimal_columns=None)
+    found = [chosen.count_rows(n, INT8, DATA) for n in (1, 10, 300, 500, 5000)]
+    assert found == [128, 1000, 1200, 2000, 2000]
+    nearest = FitSettings(rounding=WeightRounding.NEAREST)
+    assert [nearest.count_rows(n, INT8, DATA) for n in (1, 8, 5000)] == [128, 1024, 1024]
+
+
+@pytest.mark.parametrize(
+    ("settings", "weight", "data", "expected"),
+    [
+        (FitSettings(), INT8, DATA, [True, False]),
+        (FitSettings(optimal_columns=None), INT8, DATA, [True, True]),
+        (FitSettings(optimal_columns=0), INT8, DATA, [False, False]),
+        (FitSettings(), INT8, None, [True, True]),  # the weight's error is the only one
+        (FitSettings(), INT8, QSpec("int16"), [True, True]),
+        (FitSettings(), INT4, DATA, [True, True]),
+        (FitSettings(), QSpec("int8", quant_min=-63, quant_max=63), DATA, [True, True]),
+        (FitSettings(), replace(INT8, granularity=Granularity.PER_TENSOR), DATA, [True, True]),
+        (FitSettings(WeightRounding.ADAPTIVE), INT8, DATA, [True, True]),
+        (FitSettings(WeightRounding.NEAREST), INT4, None, [False, False]),
+    ],
+)
+def test_fit_settings__moments_where_they_gain_most(settings, weight, data, expected) -> None:
+    assert [settings.needs_moments(n, weight, data) for n in (512, 513)] == expected
 
 
 ADAPTIVE = FitSettings(WeightRounding.ADAPTIVE, BiasCorrection.NONE)

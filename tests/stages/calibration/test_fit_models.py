@@ -106,6 +106,32 @@ def test_quantize__fitted_weights_lose_less(
     assert found["best"] > found["fast"] + gain
 
 
+def test_calibrate__wide_weights_of_8_bits_are_rounded_to_nearest() -> None:
+    """Two layers of 48 and 600 weights per output; H is needed for the first, or for both."""
+
+    def body(emit: Chain, x: relax.Var) -> relax.Expr:
+        y = emit("narrow", relax.op.nn.relu(emit.dense("product", x, 600)))
+        return emit.dense("wide", y, 4)
+
+    rng = np.random.default_rng(0)
+    prepared = rq.prepare(build_model(body, (16, 48)))
+    data = [rng.standard_normal((16, 48)).astype("float32") for _ in range(8)]
+    fits = {
+        "narrow": rq.config.FitSettings(),
+        "all": rq.config.FitSettings(optimal_columns=None),
+        "none": rq.config.FitSettings(rq.config.WeightRounding.NEAREST),
+    }
+    found = {kind: rq.calibrate(prepared, data, fit=fit).constants for kind, fit in fits.items()}
+
+    def is_equal(layer: str, first: str, second: str) -> bool:
+        return np.array_equal(*(found[kind][f"{layer}:weight"] for kind in (first, second)))
+
+    assert is_equal("narrow", "narrow", "all")
+    assert not is_equal("narrow", "narrow", "none")
+    assert is_equal("wide", "narrow", "none")
+    assert not is_equal("wide", "narrow", "all")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("order", rq.config.Order)
 def test_calibrate__weights_of_few_bits_follow_the_float_model(order: rq.config.Order) -> None:

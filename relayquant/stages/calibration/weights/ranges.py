@@ -437,7 +437,7 @@ class RunningSums:
         at = np.zeros((len(levels), levels.shape[1] + 1), "int64")
         at[:, 1:-1] = np.searchsorted(self.values, between)
         at[:, -1] = self.values.size
-        weight, first, second = np.diff(self.sums[:, at], axis=2)
+        weight, first, second = np.diff(self.sums.take(at, axis=1), axis=2)
         if self.curve is not None:
             real = np.where(weight > 0, self.curve(real).clip(*self.ends), 0)
         return (second + real * (real * weight - 2 * first)).sum(axis=1)
