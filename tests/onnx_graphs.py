@@ -222,6 +222,19 @@ class GraphDrawer:
 # -- what is drawn: a function for each kind of operator, of a drawer to a node or None ----------
 
 
+def reads(*ranks: int) -> Callable[[Callable[[GraphDrawer, str], Node | None]], Draw]:
+    """Decorator: draw the value of such a rank that the node reads first; no node without any."""
+
+    def decorate(draw: Callable[[GraphDrawer, str], Node | None]) -> Draw:
+        def draw_with_value(g: GraphDrawer) -> Node | None:
+            x = g.value(*ranks)
+            return None if x is None else draw(g, x)
+
+        return draw_with_value
+
+    return decorate
+
+
 def draw_window(g: GraphDrawer, x: str, *, kernel: bool = True) -> dict[str, Any]:
     """Kernel, strides, dilations and padding of a convolution or pool over the axes from 2 on."""
     sizes = g.shape(x)[2:]
@@ -236,10 +249,8 @@ def draw_window(g: GraphDrawer, x: str, *, kernel: bool = True) -> dict[str, Any
     return attrs
 
 
-def draw_conv(g: GraphDrawer) -> Node | None:
-    x = g.value(3, 4, 5)
-    if x is None:
-        return None
+@reads(3, 4, 5)
+def draw_conv(g: GraphDrawer, x: str) -> Node | None:
     channels, sizes = g.shape(x)[1], g.shape(x)[2:]
     groups = g.pick(1, 1, *(n for n in (2, 3, channels) if channels % n == 0))
     out = groups * g.integer(1, 4)
@@ -251,10 +262,8 @@ def draw_conv(g: GraphDrawer) -> Node | None:
     return Node("Conv", (x, weight, bias), attrs | {"group": groups})
 
 
-def draw_conv_transpose(g: GraphDrawer) -> Node | None:
-    x = g.value(3, 4)
-    if x is None:
-        return None
+@reads(3, 4)
+def draw_conv_transpose(g: GraphDrawer, x: str) -> Node | None:
     channels = g.shape(x)[1]
     groups = g.pick(1, 1, *(n for n in (2, channels) if channels % n == 0))
     attrs = draw_window(g, x)
@@ -266,10 +275,8 @@ def draw_conv_transpose(g: GraphDrawer) -> Node | None:
     return Node("ConvTranspose", (x, weight, bias), attrs | {"group": groups})
 
 
-def draw_pool(g: GraphDrawer) -> Node | None:
-    x = g.value(3, 4, 5)
-    if x is None:
-        return None
+@reads(3, 4, 5)
+def draw_pool(g: GraphDrawer, x: str) -> Node | None:
     op = g.pick("MaxPool", "AveragePool", "AveragePool", "LpPool")
     attrs = draw_window(g, x)
     if g.opset >= 10 and op != "LpPool" and g.chance(0.4):
@@ -295,10 +302,8 @@ def draw_global_pool(g: GraphDrawer) -> Node | None:
     return Node(op, (g.value(3, 4, 5),))
 
 
-def draw_norm(g: GraphDrawer) -> Node | None:
-    x = g.value(3, 4, 2)
-    if x is None:
-        return None
+@reads(3, 4, 2)
+def draw_norm(g: GraphDrawer, x: str) -> Node | None:
     channels = g.shape(x)[1]
     op = g.pick("BatchNormalization", "BatchNormalization", "InstanceNormalization", "LRN")
     scale, bias = g.weights(channels, scale=1.0), g.weights(channels)
@@ -311,9 +316,9 @@ def draw_norm(g: GraphDrawer) -> Node | None:
     return Node(op, (x, scale, bias, g.weights(channels), variance), attrs)
 
 
-def draw_layer_norm(g: GraphDrawer) -> Node | None:
-    x = g.value(2, 3, 4)
-    if x is None or g.opset < 17:
+@reads(2, 3, 4)
+def draw_layer_norm(g: GraphDrawer, x: str) -> Node | None:
+    if g.opset < 17:
         return None
     axis = g.axis(x)
     kept = g.shape(x)[axis if axis >= 0 else len(g.shape(x)) + axis :]
@@ -321,10 +326,8 @@ def draw_layer_norm(g: GraphDrawer) -> Node | None:
     return Node("LayerNormalization", (x, g.weights(*kept, scale=1.0), bias), {"axis": axis})
 
 
-def draw_gemm(g: GraphDrawer) -> Node | None:
-    a = g.value(2)
-    if a is None:
-        return None
+@reads(2)
+def draw_gemm(g: GraphDrawer, a: str) -> Node | None:
     trans_a, trans_b = g.pick(0, 0, 1), g.pick(0, 1)
     rows, depth = g.shape(a)[::-1] if trans_a else g.shape(a)
     columns = g.integer(1, 6)
@@ -337,10 +340,8 @@ def draw_gemm(g: GraphDrawer) -> Node | None:
     return Node("Gemm", (a, b, bias), attrs)
 
 
-def draw_matmul(g: GraphDrawer) -> Node | None:
-    a = g.value(1, 2, 3, 4)
-    if a is None:
-        return None
+@reads(1, 2, 3, 4)
+def draw_matmul(g: GraphDrawer, a: str) -> Node | None:
     shape = g.shape(a)
     columns = g.integer(1, 6)
     form = g.pick("matrix", "matrix", "vector", "left", "values", "stack")
@@ -360,9 +361,9 @@ def draw_matmul(g: GraphDrawer) -> Node | None:
     return Node("MatMul", (a, g.weights(shape[-1], columns)))
 
 
-def draw_einsum(g: GraphDrawer) -> Node | None:
-    x = g.value(3)
-    if x is None or g.opset < 12:
+@reads(3)
+def draw_einsum(g: GraphDrawer, x: str) -> Node | None:
+    if g.opset < 12:
         return None
     _, j, k = g.shape(x)
     equation, shape = g.pick(
@@ -375,10 +376,8 @@ def draw_einsum(g: GraphDrawer) -> Node | None:
 ARITHMETIC = ("Add", "Sub", "Mul", "Add", "Mul", "Div", "Max", "Min", "Sum", "Mean")
 
 
-def draw_arithmetic(g: GraphDrawer) -> Node | None:
-    x = g.value()
-    if x is None:
-        return None
+@reads()
+def draw_arithmetic(g: GraphDrawer, x: str) -> Node | None:
     op, other = g.pick(*ARITHMETIC), g.like(x)
     if op == "Div" and isinstance(other, np.ndarray):
         other = np.sign(other) * (np.abs(other) + np.float32(0.3))
@@ -409,10 +408,8 @@ def draw_root(g: GraphDrawer) -> Node | None:
     return Node(op, (x, np.float32(g.pick(0.5, 2.0, -1.0, 3.0))) if op == "Pow" else (x,))
 
 
-def draw_activation(g: GraphDrawer) -> Node | None:
-    x = g.value()
-    if x is None:
-        return None
+@reads()
+def draw_activation(g: GraphDrawer, x: str) -> Node | None:
     late = ("ThresholdedRelu",) if g.opset >= 10 else ()  # ONNX Runtime has it before ONNX does
     op = g.pick("LeakyRelu", "Elu", "Selu", "HardSigmoid", "Celu", "PRelu", *late)
     if op == "PRelu":
@@ -437,10 +434,8 @@ def draw_clip(g: GraphDrawer) -> Node | None:
     return Node("Clip", (g.value(), *(None if b is None else np.array(b) for b in bounds)))
 
 
-def draw_softmax(g: GraphDrawer) -> Node | None:
-    x = g.value(1, 2, 3, 4)
-    if x is None:
-        return None
+@reads(1, 2, 3, 4)
+def draw_softmax(g: GraphDrawer, x: str) -> Node | None:
     attrs = {"axis": g.axis(x)} if g.chance(0.7) else {}
     return Node(g.pick("Softmax", "Softmax", "LogSoftmax"), (x,), attrs)
 
@@ -451,10 +446,8 @@ REDUCTIONS = (
 )  # fmt: skip
 
 
-def draw_reduction(g: GraphDrawer) -> Node | None:
-    x = g.value(1, 2, 3, 4, 5)
-    if x is None:
-        return None
+@reads(1, 2, 3, 4, 5)
+def draw_reduction(g: GraphDrawer, x: str) -> Node | None:
     op, rank = g.pick(*REDUCTIONS), len(g.shape(x))
     axes = sorted(g.rng.choice(rank, g.integer(1, rank), replace=False))
     axes = [int(axis) - (rank if g.opset >= 11 and g.chance(0.3) else 0) for axis in axes]
@@ -467,26 +460,20 @@ def draw_reduction(g: GraphDrawer) -> Node | None:
     return Node(op, (x,), attrs | {"axes": axes})
 
 
-def draw_arg(g: GraphDrawer) -> Node | None:
-    x = g.value(1, 2, 3, 4)
-    if x is None:
-        return None
+@reads(1, 2, 3, 4)
+def draw_arg(g: GraphDrawer, x: str) -> Node | None:
     attrs = {"axis": g.axis(x), "keepdims": g.pick(0, 1)}
     return Node(g.pick("ArgMax", "ArgMin"), (x,), attrs)
 
 
-def draw_transpose(g: GraphDrawer) -> Node | None:
-    x = g.value(2, 3, 4, 5)
-    if x is None:
-        return None
+@reads(2, 3, 4, 5)
+def draw_transpose(g: GraphDrawer, x: str) -> Node | None:
     perm = [int(axis) for axis in g.rng.permutation(len(g.shape(x)))]
     return Node("Transpose", (x,), {"perm": perm} if g.chance(0.8) else {})
 
 
-def draw_reshape(g: GraphDrawer) -> Node | None:
-    x = g.value(1, 2, 3, 4, 5)
-    if x is None:
-        return None
+@reads(1, 2, 3, 4, 5)
+def draw_reshape(g: GraphDrawer, x: str) -> Node | None:
     shape = list(g.shape(x))
     form = g.pick("merge", "split", "flat", "copy", "flatten")
     if form == "flatten":
@@ -508,10 +495,8 @@ def draw_reshape(g: GraphDrawer) -> Node | None:
     return Node("Reshape", (x, np.array(target, "int64")))
 
 
-def draw_squeeze(g: GraphDrawer) -> Node | None:
-    x = g.value(1, 2, 3, 4)
-    if x is None:
-        return None
+@reads(1, 2, 3, 4)
+def draw_squeeze(g: GraphDrawer, x: str) -> Node | None:
     ones = [axis for axis, size in enumerate(g.shape(x)) if size == 1]
     if g.chance(0.4) and ones and len(g.shape(x)) > 1:
         op, axes = "Squeeze", [g.pick(*ones)]
@@ -524,10 +509,8 @@ def draw_squeeze(g: GraphDrawer) -> Node | None:
     return Node(op, (x, np.array(axes, "int64")))
 
 
-def draw_concat(g: GraphDrawer) -> Node | None:
-    x = g.value(1, 2, 3, 4)
-    if x is None:
-        return None
+@reads(1, 2, 3, 4)
+def draw_concat(g: GraphDrawer, x: str) -> Node | None:
     axis = g.axis(x)
     shape = g.shape(x)
     place = axis % len(shape)
@@ -548,10 +531,8 @@ def draw_concat(g: GraphDrawer) -> Node | None:
     return Node("Concat", (x, *parts), {"axis": axis})
 
 
-def draw_split(g: GraphDrawer) -> Node | None:
-    x = g.value(1, 2, 3, 4)
-    if x is None:
-        return None
+@reads(1, 2, 3, 4)
+def draw_split(g: GraphDrawer, x: str) -> Node | None:
     axis = g.axis(x)
     size = g.shape(x)[axis]
     if size < 2:
@@ -562,10 +543,8 @@ def draw_split(g: GraphDrawer) -> Node | None:
     return Node("Split", (x, np.array([first, size - first], "int64")), {"axis": axis}, outputs=2)
 
 
-def draw_slice(g: GraphDrawer) -> Node | None:
-    x = g.value(1, 2, 3, 4)
-    if x is None:
-        return None
+@reads(1, 2, 3, 4)
+def draw_slice(g: GraphDrawer, x: str) -> Node | None:
     axis = g.axis(x)
     size = g.shape(x)[axis]
     start = g.integer(-size, size - 1)
@@ -579,10 +558,8 @@ def draw_slice(g: GraphDrawer) -> Node | None:
     return Node("Slice", (x, *(np.array([v], "int64") for v in (start, end, axis, step))))
 
 
-def draw_pad(g: GraphDrawer) -> Node | None:
-    x = g.value(2, 3, 4)
-    if x is None:
-        return None
+@reads(2, 3, 4)
+def draw_pad(g: GraphDrawer, x: str) -> Node | None:
     mode = g.pick("constant", "constant", "reflect", "edge")
     rank = len(g.shape(x))
     low = -1 if mode == "constant" and g.chance(0.2) else 0
@@ -594,10 +571,8 @@ def draw_pad(g: GraphDrawer) -> Node | None:
     return Node("Pad", (x, np.array(pads, "int64"), constant), {"mode": mode})
 
 
-def draw_gather(g: GraphDrawer) -> Node | None:
-    x = g.value(1, 2, 3, 4)
-    if x is None:
-        return None
+@reads(1, 2, 3, 4)
+def draw_gather(g: GraphDrawer, x: str) -> Node | None:
     axis, shape = g.axis(x), g.shape(x)
     size = shape[axis]
     low = -size if g.opset >= 11 else 0
@@ -608,19 +583,17 @@ def draw_gather(g: GraphDrawer) -> Node | None:
     return Node("Gather", (x, np.asarray(g.rng.integers(low, size, form))), {"axis": axis})
 
 
-def draw_gather_nd(g: GraphDrawer) -> Node | None:
-    x = g.value(2, 3)
-    if x is None or g.opset < 11:
+@reads(2, 3)
+def draw_gather_nd(g: GraphDrawer, x: str) -> Node | None:
+    if g.opset < 11:
         return None
     depth = g.integer(1, len(g.shape(x)))
     index = np.stack([g.rng.integers(0, size, (2,)) for size in g.shape(x)[:depth]], axis=-1)
     return Node("GatherND", (x, index))
 
 
-def draw_expand(g: GraphDrawer) -> Node | None:
-    x = g.value(1, 2, 3, 4)
-    if x is None:
-        return None
+@reads(1, 2, 3, 4)
+def draw_expand(g: GraphDrawer, x: str) -> Node | None:
     shape = g.shape(x)
     if g.chance(0.5):
         return Node("Tile", (x, np.array([g.integer(1, 2) for _ in shape], "int64")))
@@ -628,9 +601,9 @@ def draw_expand(g: GraphDrawer) -> Node | None:
     return Node("Expand", (x, np.array([*([2] if g.chance(0.3) else []), *target], "int64")))
 
 
-def draw_resize(g: GraphDrawer) -> Node | None:
-    x = g.value(3, 4)
-    if x is None or g.opset < 11:
+@reads(3, 4)
+def draw_resize(g: GraphDrawer, x: str) -> Node | None:
+    if g.opset < 11:
         return None
     rank = len(g.shape(x))
     mode = g.pick("nearest", "linear", "cubic" if rank == 4 else "nearest")
@@ -658,10 +631,8 @@ def draw_resize(g: GraphDrawer) -> Node | None:
     return Node("Resize", (x, roi, none, np.array(sizes, "int64")), attrs)
 
 
-def draw_depth_space(g: GraphDrawer) -> Node | None:
-    x = g.value(4)
-    if x is None:
-        return None
+@reads(4)
+def draw_depth_space(g: GraphDrawer, x: str) -> Node | None:
     if g.chance(0.5) and g.shape(x)[1] % 4 == 0:
         attrs: dict[str, Any] = {"blocksize": 2}
         if g.opset >= 11:
@@ -735,10 +706,8 @@ def draw_sizes(g: GraphDrawer) -> Node | None:
     return Node("ConstantOfShape", (sizes,), {"value": value})
 
 
-def draw_sort(g: GraphDrawer) -> Node | None:
-    x = g.value(1, 2, 3)
-    if x is None:
-        return None
+@reads(1, 2, 3)
+def draw_sort(g: GraphDrawer, x: str) -> Node | None:
     op, axis = g.pick("TopK", "CumSum", "OneHot"), g.axis(x)
     if op == "TopK":
         count = np.array([g.integer(1, g.shape(x)[axis])], "int64")
@@ -752,9 +721,9 @@ def draw_sort(g: GraphDrawer) -> Node | None:
     return Node(op, (indices, depth, levels), {"axis": g.pick(-1, 0)})
 
 
-def draw_recurrent(g: GraphDrawer) -> Node | None:
-    x = g.value(3)
-    if x is None or max(g.shape(x)) > 12:
+@reads(3)
+def draw_recurrent(g: GraphDrawer, x: str) -> Node | None:
+    if max(g.shape(x)) > 12:
         return None
     op, direction = g.pick("LSTM", "GRU", "RNN"), g.pick("forward", "reverse", "bidirectional")
     _, batch, size = g.shape(x)
