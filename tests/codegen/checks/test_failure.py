@@ -8,6 +8,7 @@ import tvm
 from tvm import relax
 
 import relayquant as rq
+from relayquant.ir.rewrite.function import make_main
 
 
 def make_module(compute, dtype="int32"):
@@ -71,16 +72,13 @@ def test_compile__shapes_that_are_not_known():
     size = tvm.tirx.Var("n", "int64")
     x = relax.Var("x", relax.TensorType((size, 4), "float32"))
     y = relax.Var("y", relax.TensorType((3, 4), "float32"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x, y]):
-        with builder.dataflow():
-            both = builder.emit(relax.op.add(x, y), name_hint="both")
-            result = builder.emit_output(relax.op.nn.relu(both))
-        builder.emit_func_output(result)
+    mod = make_main(
+        [x, y], lambda builder: relax.op.nn.relu(builder.emit(relax.op.add(x, y), name_hint="both"))
+    )
     with pytest.raises(
         rq.ModelError, match=r"its result is known at run time only.*shapes="
     ) as one:
-        rq.compile(builder.finalize())
+        rq.compile(mod)
     assert "value 'both', operator relax.add of float32, float32" in str(one.value)
     assert "cast" not in str(one.value)
 

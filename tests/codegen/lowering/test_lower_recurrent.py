@@ -13,6 +13,7 @@ import relayquant as rq
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.lowering.recurrent import lower_recurrent
 from relayquant.ir.dialect import qnn
+from relayquant.ir.rewrite.function import make_main
 
 UNITS = 5
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
@@ -34,14 +35,9 @@ def make_layer(op, weight, **settings):
     return lambda x: getattr(qnn, op)(x, weight, scale, **{**SETTINGS[op], **settings})
 
 
-def make_main(op, weight, shape, **settings):
+def make_model(op, weight, shape, **settings):
     x = relax.Var("x", relax.TensorType(shape, "float32"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            out = builder.emit_output(make_layer(op, weight, **settings)(x))
-        builder.emit_func_output(out)
-    return builder.finalize()
+    return make_main([x], lambda _: make_layer(op, weight, **settings)(x))
 
 
 @pytest.mark.parametrize("op", GATES)
@@ -55,7 +51,7 @@ def test_recurrent__kernel_as_numpy(op):
 def test_recurrent__plain_loops_as_numpy(op):
     """What TVM compiles without this package's pipeline."""
     x, weight = draw(op)
-    mod = make_main(op, weight, x.shape)
+    mod = make_model(op, weight, x.shape)
     machine = relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu())
     found = machine["main"](tvm.runtime.tensor(x)).numpy()
     np.testing.assert_array_equal(found, rq.reference.run(mod, [x])[0])
@@ -64,7 +60,7 @@ def test_recurrent__plain_loops_as_numpy(op):
 def test_recurrent__linear_before_reset_in_plain_loops():
     x, weight = draw("gru")
     bias = np.linspace(-1, 1, UNITS, dtype="float32")
-    mod = make_main("gru", weight, x.shape, linear_before_reset=True, hidden_bias=bias)
+    mod = make_model("gru", weight, x.shape, linear_before_reset=True, hidden_bias=bias)
     machine = relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu())
     found = machine["main"](tvm.runtime.tensor(x)).numpy()
     np.testing.assert_array_equal(found, rq.reference.run(mod, [x])[0])
@@ -74,7 +70,7 @@ def test_recurrent__number_of_steps_known_at_run_time():
     """One library runs sequences of any length."""
     _, weight = draw("lstm")
     steps = tvm.tirx.Var("T", "int64")
-    mod = make_main("lstm", weight, (steps, 2, 4 * UNITS))
+    mod = make_model("lstm", weight, (steps, 2, 4 * UNITS))
     machine = relax.VirtualMachine(rq.compile(mod), tvm.cpu())
     for count in (1, 6):
         x, _ = draw("lstm", count)
@@ -85,7 +81,7 @@ def test_recurrent__number_of_steps_known_at_run_time():
 def test_recurrent__without_a_kernel():
     """One number for all samples is rare: the plain loops take it."""
     x, weight = draw("rnn")
-    mod = make_main("rnn", weight, x.shape, hidden=0.5)
+    mod = make_model("rnn", weight, x.shape, hidden=0.5)
     with hear_declined() as heard:
         lower_recurrent(mod, resolve_target(None))
     assert [reason for _, _, reason in heard] == ["operand 'hidden' is one number for all samples"]
@@ -96,4 +92,4 @@ def test_recurrent__without_a_kernel():
 def test_recurrent__wrong_shape():
     x, weight = draw("lstm")
     with pytest.raises(rq.errors.QnnError, match=r"qnn.lstm: operand 'hidden' has shape \(3, 5\)"):
-        make_main("lstm", weight, x.shape, hidden=np.zeros((3, UNITS), "float32"))
+        make_model("lstm", weight, x.shape, hidden=np.zeros((3, UNITS), "float32"))

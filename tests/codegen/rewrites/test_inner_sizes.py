@@ -8,6 +8,7 @@ from tvm import relax, tirx
 
 import relayquant as rq
 from relayquant.errors import DataError, ModelError
+from relayquant.ir.rewrite.function import make_main
 
 RNG = np.random.default_rng(0)
 WEIGHT = RNG.standard_normal((8, 3)).astype("float32")
@@ -19,13 +20,7 @@ def make_product(is_left: bool):
     sizes = [rows, inner] if is_left else [inner, rows]
     x = relax.Var("x", relax.TensorType(sizes, "float32"))
     weight = relax.const(WEIGHT if is_left else WEIGHT.T)
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            pair = (x, weight) if is_left else (weight, x)
-            y = builder.emit_output(relax.op.matmul(*pair))
-        builder.emit_func_output(y)
-    return builder.get()
+    return make_main([x], lambda _: relax.op.matmul(*((x, weight) if is_left else (weight, x))))
 
 
 @pytest.mark.parametrize("is_left", [True, False])
@@ -42,16 +37,16 @@ def test_product__inner_size_of_the_other_side(is_left):
 def test_products__that_need_two_sizes_are_named():
     size = tirx.Var("k", "int64")
     x = relax.Var("x", relax.TensorType((2, size), "float32"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            sums = [
+    mod = make_main(
+        [x],
+        lambda builder: relax.op.add(
+            *[
                 builder.emit(relax.op.matmul(x, relax.const(np.ones((rows, 4), "float32"))), name)
                 for rows, name in ((3, "first"), (5, "second"))
             ]
-            y = builder.emit_output(relax.op.add(*sums))
-        builder.emit_func_output(y)
+        ),
+    )
     with pytest.raises(
         ModelError, match=r"'x': its size 'k' must be 3 for .*'first' and 5 for 'second'.*RQ206"
     ):
-        rq.compile(builder.get())
+        rq.compile(mod)

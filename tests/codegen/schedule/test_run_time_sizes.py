@@ -9,6 +9,7 @@ from tvm import relax, tirx
 from tvm.script import relax as R
 
 import relayquant as rq
+from relayquant.ir.rewrite.function import make_main
 
 
 def test_chain_of_run_time_size__runs():
@@ -62,15 +63,13 @@ def test_fused_size__comes_before_the_call_that_has_it():
 
 def test_slice_of_run_time_bounds__compiles():
     # FoldConstant leaves calls of a kernel behind that the module does not have.
-    builder = relax.BlockBuilder()
     data = relax.Var("data", R.Tensor((8, 4), "float32"))
     bounds = [relax.Var(name, R.Tensor((2,), "int64")) for name in ("begin", "end", "strides")]
-    with builder.function("main", [data, *bounds]):
-        with builder.dataflow():
-            part = builder.emit(R.dynamic_strided_slice(data, *bounds))
-            result = builder.emit_output(R.tanh(part))
-        builder.emit_func_output(result)
-    machine = relax.VirtualMachine(rq.compile(builder.get(), "llvm"), tvm.cpu())
+    mod = make_main(
+        [data, *bounds],
+        lambda builder: R.tanh(builder.emit(R.dynamic_strided_slice(data, *bounds))),
+    )
+    machine = relax.VirtualMachine(rq.compile(mod, "llvm"), tvm.cpu())
     values = np.arange(32, dtype="float32").reshape(8, 4) / 32
     arrays = [values, np.array([1, 0]), np.array([5, 3]), np.array([2, 1])]
     found = machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()

@@ -15,7 +15,6 @@ from tiny_llama import (
     SIZES,
     TOKENS,
     bind_weights,
-    make_llama,
     make_prefill,
     select_calls,
     take_function,
@@ -27,11 +26,6 @@ from relayquant.base.grouping import GroupFormat, quantize_groups
 from relayquant.base.packing import CODE_BITS
 from relayquant.errors import ConfigError, ModelError
 from relayquant.ir.rewrite.function import make_main
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return make_llama()
 
 
 def run_prefill(mod, tokens=TOKENS):

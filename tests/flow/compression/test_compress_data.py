@@ -14,7 +14,6 @@ from tiny_llama import (
     AFFINE_ROWS,
     ROWS,
     bind_weights,
-    make_llama,
     make_prefill,
     select_calls,
     take_function,
@@ -28,11 +27,6 @@ from relayquant.flow.compression import sequential as walk
 from relayquant.flow.compression import smoothing
 from relayquant.flow.compression.find import find_weights
 from relayquant.flow.compression.sources import open_params
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return make_llama()
 
 
 def draw_texts(count=12, length=16):

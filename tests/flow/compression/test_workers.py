@@ -42,11 +42,6 @@ class Silent(futures.Executor):
         return futures.Future()
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return make_llama()
-
-
 @pytest.fixture
 def few_rows(monkeypatch):
     """Jobs of a few rows."""

@@ -22,6 +22,7 @@ from relayquant.ir.reference.fixed_point import (
     multiply_fixed_point,
     round_values,
 )
+from relayquant.ir.rewrite.function import make_main
 
 
 def run_elements(element, arrays, target):
@@ -222,13 +223,9 @@ def test_requantize__by_more_than_the_largest_float32(scale, out_scale, mode, dt
     limits = np.iinfo(dtype)
     data = np.array([limits.min, -2, -1, 0, 1, 2, limits.max], dtype)
     x = relax.Var("x", relax.TensorType(data.shape, dtype))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            call = qnn.requantize(x, scale, 0, out_scale, 7, out_dtype="int8", rounding=mode)
-            y = builder.emit_output(call)
-        builder.emit_func_output(y)
-    mod = builder.finalize()
+    mod = make_main(
+        [x], lambda _: qnn.requantize(x, scale, 0, out_scale, 7, out_dtype="int8", rounding=mode)
+    )
     ratio = Fraction(float(np.float32(scale))) / Fraction(float(np.float32(out_scale)))
     wanted = [min(127, max(-128, round(int(value) * ratio) + 7)) for value in data]
     assert rq.reference.run(mod, [data])[0].tolist() == wanted

@@ -13,6 +13,7 @@ from tvm.relax import op
 import relayquant as rq
 from relayquant.ir.reference import folding
 from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.function import make_main
 from relayquant.stages.calibration import subgraphs
 from relayquant.stages.calibration.subgraphs import split_graph
 
@@ -205,14 +206,11 @@ def test_split__is_well_formed_and_changes_nothing():
 def test_split__keeps_the_loops_that_a_frontend_lowered():
     x = relax.Var("x", relax.TensorType(MAP, "float32"))
     weight = relax.const(np.ones((MAP[1], MAP[1], 1, 1), "float32"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            tiled = builder.emit_te(topi.tile, x, (1, 1, 2, 1))
-            y = builder.emit_output(op.nn.conv2d(tiled, weight))
-        builder.emit_func_output(y)
+    mod = make_main(
+        [x], lambda builder: op.nn.conv2d(builder.emit_te(topi.tile, x, (1, 1, 2, 1)), weight)
+    )
     samples = [np.ones(MAP, "float32")]
-    qmod = rq.quantize(builder.finalize(), None, samples, effort="fast")
+    qmod = rq.quantize(mod, None, samples, effort="fast")
     assert rq.ledger(qmod).quantized
 
 
