@@ -17,7 +17,8 @@ import numpy as np
 import onnx
 import onnx.version_converter
 
-from relayquant.errors import MissingDependencyError, ModelError
+from relayquant.base.optional import needed
+from relayquant.errors import ModelError
 
 #: first opset with per-channel quantization parameters, which ONNX Runtime's tools need
 QDQ_OPSET = 13
@@ -30,15 +31,11 @@ def import_onnxruntime() -> Any:
     Raises:
         MissingDependencyError: it is not installed.
     """
-    try:
+    with needed(
+        "Comparing with ONNX Runtime needs the package onnxruntime", "relayquant[onnxruntime]"
+    ):
         import onnxruntime
         import onnxruntime.quantization.shape_inference
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Comparing with ONNX Runtime needs the package onnxruntime. "
-            "Run: pip install 'relayquant[onnxruntime]'",
-            code="RQ503",
-        ) from error
     return onnxruntime
 
 

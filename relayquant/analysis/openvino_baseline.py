@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from relayquant.errors import MissingDependencyError, ModelError
+from relayquant.base.optional import needed
+from relayquant.errors import ModelError
 
 
 def import_openvino() -> Any:
@@ -24,14 +25,8 @@ def import_openvino() -> Any:
     Raises:
         MissingDependencyError: it is not installed.
     """
-    try:
+    with needed("Comparing with OpenVINO needs the package openvino", "relayquant[openvino]"):
         import openvino  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Comparing with OpenVINO needs the package openvino. "
-            "Run: pip install 'relayquant[openvino]'",
-            code="RQ503",
-        ) from error
     return openvino
 
 
@@ -52,14 +47,8 @@ def quantize_with_nncf(
     ov = import_openvino()
     # NNCF shows progress on stdout and logs on its own logger.
     with contextlib.redirect_stdout(io.StringIO()):
-        try:
+        with needed("The int8 model of OpenVINO's own quantizer needs the package nncf", "nncf"):
             import nncf  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise MissingDependencyError(
-                "The int8 model of OpenVINO's own quantizer needs the package nncf. "
-                "Run: pip install nncf",
-                code="RQ503",
-            ) from error
         nncf.set_log_level(logging.ERROR)
         samples = [dict(batch) for batch in batches]
         try:

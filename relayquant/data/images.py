@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from relayquant.base.optional import needed
 from relayquant.base.storage.files import read_text, reading
 from relayquant.data.item import Batch, InputInfo
 from relayquant.errors import (
     ConfigError,
     DataError,
-    MissingDependencyError,
     format_count,
     suggest_name,
 )
@@ -249,13 +249,8 @@ def open_images(
         MissingDependencyError: Pillow is not installed.
         DataError: there is no picture, or the model does not take one.
     """
-    try:
+    with needed("Pictures need Pillow, which is not installed", "relayquant[images]"):
         import_module("PIL.Image")
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Pictures need Pillow, which is not installed: pip install relayquant[images].",
-            code="RQ503",
-        ) from error
     if len(inputs) != 1:
         raise DataError(
             f"The model has {format_count(len(inputs), 'input')}; a folder of pictures is "

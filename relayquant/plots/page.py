@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from relayquant.base.optional import needed
 from relayquant.config import OverflowBound
-from relayquant.errors import MissingDependencyError, format_count
+from relayquant.errors import format_count
 from relayquant.ir.agreement import MOST_DECIBELS, describe_sqnr
 from relayquant.ir.ledger import Ledger
 from relayquant.plots.layout import HEIGHT, WIDTH, lay_out
@@ -90,14 +91,8 @@ def check_installed() -> None:
         MissingDependencyError: Jinja2 or grandalf is not installed.
     """
     for module, package in NEEDED.items():
-        try:
+        with needed(f"A report needs {package}, which is not installed", "relayquant[report]"):
             import_module(module)
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"A report needs {package}, which is not installed. Run: pip install "
-                "'relayquant[report]'",
-                code="RQ503",
-            ) from error
 
 
 def read_page(name: str) -> str:

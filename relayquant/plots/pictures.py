@@ -19,11 +19,12 @@ from relayquant.analysis.latency import Latency
 from relayquant.analysis.sensitivity import SensitivityReport
 from relayquant.base.arguments import check_arguments
 from relayquant.base.axes import shape_along
+from relayquant.base.optional import needed
 from relayquant.base.storage.files import write_whole
 from relayquant.codegen.eager import EagerModule
 from relayquant.data import open_dataset, take_samples
 from relayquant.data.item import describe_inputs
-from relayquant.errors import ConfigError, MissingDependencyError
+from relayquant.errors import ConfigError
 from relayquant.ir.ops.find import match_operator, operand_constant
 from relayquant.ir.plan import SharedQParams
 from relayquant.ir.rewrite import Graph, expose_values
@@ -321,13 +322,8 @@ def drawing() -> Iterator[None]:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    try:
+    with needed("Plots need matplotlib, which is not installed", "relayquant[plot]"):
         from matplotlib import rc_context
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Plots need matplotlib, which is not installed. Run: pip install 'relayquant[plot]'",
-            code="RQ503",
-        ) from error
     with rc_context(dict(STYLE)):
         yield
 

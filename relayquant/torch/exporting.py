@@ -13,7 +13,8 @@ import tvm
 
 from relayquant.base.arguments import check_arguments
 from relayquant.base.garbage import spare_older_objects
-from relayquant.errors import MissingDependencyError, ModelError
+from relayquant.base.optional import needed
+from relayquant.errors import ModelError
 from relayquant.formats.readers import import_torch
 
 #: Part of torch.export's message if an earlier trace left a tensor where the module reads it.
@@ -124,13 +125,8 @@ def check_module(module: Any) -> None:
         MissingDependencyError: PyTorch is not installed.
         ModelError: it is not a module.
     """
-    try:
+    with needed("Quantizing a PyTorch module needs PyTorch", "relayquant[torch]"):
         import torch  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise MissingDependencyError(
-            "Quantizing a PyTorch module needs PyTorch. Run: pip install 'relayquant[torch]'",
-            code="RQ503",
-        ) from None
     if not isinstance(module, torch.nn.Module):
         raise ModelError(
             f"relayquant.torch takes a torch.nn.Module, got {type(module).__name__}. "

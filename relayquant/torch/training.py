@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import tvm
 
 from relayquant.base.arguments import check_arguments
+from relayquant.base.optional import needed
 from relayquant.config import BackendConfig, BatchNorm, Effort, QConfigMapping, Ranges
 from relayquant.errors import (
     ConfigError,
     DataWarning,
-    MissingDependencyError,
     ModelError,
     format_count,
     warn_user,
@@ -295,12 +295,8 @@ def import_trainable() -> Any:
     Raises:
         MissingDependencyError: PyTorch is not installed.
     """
-    try:
+    with needed("Training needs PyTorch", "relayquant[torch]"):
         import torch  # noqa: F401 # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise MissingDependencyError(
-            "Training needs PyTorch. Run: pip install 'relayquant[torch]'", code="RQ503"
-        ) from None
     from relayquant.torch import trainable
 
     return trainable

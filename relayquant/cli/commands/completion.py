@@ -9,20 +9,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from relayquant.base.optional import needed
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.cli.parsers import build_whole_parser, list_actions
-from relayquant.errors import MissingDependencyError
 
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
-    try:
+    with needed("Completion needs shtab, which is not installed", "relayquant[completion]"):
         import shtab
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Completion needs shtab, which is not installed. Run: pip install "
-            "'relayquant[completion]'",
-            code="RQ503",
-        ) from error
     parser = build_whole_parser()
     for action in list_actions(parser):
         if action.type is Path or action.dest in ("backend", "model"):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from relayquant.base.arguments import check_arguments
+from relayquant.base.optional import needed
 from relayquant.base.storage.files import (
     DEFAULT_MAX_BYTES,
     PathLike,
@@ -15,7 +16,7 @@ from relayquant.base.storage.files import (
     read_text,
     reading,
 )
-from relayquant.errors import MissingDependencyError, ModelError
+from relayquant.errors import ModelError
 from relayquant.formats.readers.gguf.header import read_header
 from relayquant.formats.tokenizers.gguf import make_tokenizer
 from relayquant.formats.tokenizers.tokenizer import Tokenizer
@@ -42,13 +43,8 @@ def load_tokenizer(path: PathLike, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Tok
             supported.
         MissingDependencyError: the package tokenizers is not installed.
     """
-    try:
+    with needed("A tokenizer needs the package tokenizers", "relayquant[language]"):
         import tokenizers
-    except ImportError:
-        raise MissingDependencyError(
-            "A tokenizer needs the package tokenizers. Run: pip install 'relayquant[language]'",
-            code="RQ503",
-        ) from None
     path = Path(path)
     if path.suffix.lower() == ".gguf":
         header = read_header(path, max_bytes=max_bytes)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relayquant.base.arguments import check_arguments, describe_value
-from relayquant.errors import ConfigError, MissingDependencyError
+from relayquant.base.optional import needed
+from relayquant.errors import ConfigError
 
 #: Character that stands for bytes that are no UTF-8, or not yet.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -121,14 +122,9 @@ class Tokenizer:
                 "and pass the text.",
                 code="RQ102",
             )
-        try:
+        with needed("A chat template needs the package jinja2", "relayquant[language]"):
             import jinja2
             from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError:
-            raise MissingDependencyError(
-                "A chat template needs the package jinja2. Run: pip install 'relayquant[language]'",
-                code="RQ503",
-            ) from None
 
         def refuse(message: str) -> None:
             raise jinja2.TemplateError(message)

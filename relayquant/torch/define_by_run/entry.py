@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from relayquant.base.arguments import check_arguments
+from relayquant.base.optional import needed
 from relayquant.config import BackendConfig, Effort, Unseen
-from relayquant.errors import ConfigError, MissingDependencyError, suggest_name
+from relayquant.errors import ConfigError, suggest_name
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.stages.backends import resolve_backend
 from relayquant.torch.custom_config import PrepareCustomConfig
@@ -78,13 +79,8 @@ def prepare(
         MissingDependencyError: PyTorch is not installed.
         ConfigError: an argument is wrong.
     """
-    try:
+    with needed("Calibrating PyTorch code needs PyTorch", "relayquant[torch]"):
         import torch  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise MissingDependencyError(
-            "Calibrating PyTorch code needs PyTorch. Run: pip install 'relayquant[torch]'",
-            code="RQ503",
-        ) from None
     from relayquant.torch.define_by_run.call_sites import join_modules
     from relayquant.torch.define_by_run.program import PreparedProgram
 

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from relayquant.base.arguments import check_arguments
+from relayquant.base.optional import needed
 from relayquant.base.storage.files import DEFAULT_MAX_BYTES, PathLike, reading
-from relayquant.errors import MissingDependencyError, ModelError, format_count
+from relayquant.errors import ModelError, format_count
 from relayquant.formats.readers.gguf.header import KINDS, GgufPlace, read_header
 
 
@@ -40,13 +41,8 @@ def load_gguf(path: PathLike, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Mapping[
             does not decode.
         MissingDependencyError: the package gguf is not installed.
     """
-    try:
+    with needed("Reading a .gguf file needs the package gguf", "relayquant[gguf]"):
         import gguf
-    except ImportError:
-        raise MissingDependencyError(
-            "Reading a .gguf file needs the package gguf. Run: pip install 'relayquant[gguf]'",
-            code="RQ503",
-        ) from None
     header = read_header(path, max_bytes=max_bytes)
     for kind, name in {place.kind: name for name, place in header.tensors.items()}.items():
         check_kind(gguf, name, kind)

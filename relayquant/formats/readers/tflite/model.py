@@ -13,8 +13,9 @@ from tvm import relax
 
 from relayquant.base import _tvm
 from relayquant.base.arguments import check_arguments
+from relayquant.base.optional import needed
 from relayquant.base.storage.files import DEFAULT_MAX_BYTES, PathLike, check_file, reading
-from relayquant.errors import MissingDependencyError, ModelError, RelayQuantError, format_count
+from relayquant.errors import ModelError, RelayQuantError, format_count
 from relayquant.formats.readers.given_shapes import GivenShapes
 from relayquant.formats.readers.names import SourceNode, name_values
 from relayquant.formats.readers.refusal import OTHERWISE
@@ -57,14 +58,8 @@ def import_tflite(
             symbolic size, or `shapes` contradicts the file.
         MissingDependencyError: the package tflite is not installed.
     """
-    try:
+    with needed("Reading a .tflite file needs the package tflite", "relayquant[tflite]"):
         import tflite
-    except ImportError:
-        raise MissingDependencyError(
-            "Reading a .tflite file needs the package tflite. Run: pip install "
-            "'relayquant[tflite]'",
-            code="RQ503",
-        ) from None
     with reading(path, "TensorFlow Lite model", ModelError):
         model = read_file(check_file(path, max_bytes), tflite)
     # A file with valid tables is a model: unsupported parts of it are not damage.

@@ -19,6 +19,7 @@ from tvm.ir import Call
 
 from relayquant.base import _tvm
 from relayquant.base.arguments import check_arguments
+from relayquant.base.optional import needed
 from relayquant.base.storage.files import DEFAULT_MAX_BYTES, check_file, reading
 from relayquant.errors import MissingDependencyError, ModelError
 from relayquant.formats.readers.names import MARK, SourceNode, name_values
@@ -125,13 +126,8 @@ def import_torch(
     # without PyTorch, `program_or_path` cannot be a program
     if not is_path and "torch" not in sys.modules:
         raise _describe_wrong_type(program)
-    try:
+    with needed("Reading a torch.export program needs PyTorch", "relayquant[torch]"):
         import torch  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise MissingDependencyError(
-            "Reading a torch.export program needs PyTorch. Run: pip install 'relayquant[torch]'",
-            code="RQ503",
-        ) from None
     if find_release() < OLDEST:
         raise MissingDependencyError(
             f"Reading a torch.export program needs PyTorch {OLDEST[0]}.{OLDEST[1]} or later, this "
