@@ -11,19 +11,23 @@ from tvm import relax
 from relayquant.ir.dialect import qnn
 from relayquant.ir.reference.unary import RELAX_UNARY
 from relayquant.ir.rewrite.editor import Editor
-from relayquant.ir.rewrite.function import make_main
 
 rng = np.random.default_rng(3)
 
 
 def build(make, **inputs: np.ndarray):
     """The module of one expression over inputs."""
+    builder = relax.BlockBuilder()
     params = [
         relax.Var(name, relax.TensorType(array.shape, str(array.dtype)))
         for name, array in inputs.items()
     ]
-    mod = make_main(params, lambda _: make(*params))
-    return Editor(mod).build()
+    with builder.function("main", params):
+        with builder.dataflow():
+            value = builder.emit(make(*params))
+            result = builder.emit_output(value)
+        builder.emit_func_output(result)
+    return Editor(builder.finalize()).build()
 
 
 def build_all(cases: Mapping[str, tuple[Callable, Mapping[str, np.ndarray]]]):

@@ -11,7 +11,6 @@ import relayquant as rq
 from relayquant.base.runtime import Executor
 from relayquant.ir.dialect import qnn
 from relayquant.ir.reference.qnn import quantize_rows
-from relayquant.ir.rewrite.function import make_main
 
 BATCH, GROUPS, LENGTH, WIDTH = 2, 2, 9, 8
 CACHE = relax.TensorType((BATCH, GROUPS, LENGTH, WIDTH), "float16")
@@ -21,8 +20,14 @@ POSITIONS = relax.TensorType((BATCH,), "int32")
 
 def build(types, compute, constant=None):
     """A module whose main returns the tuple compute(builder, *parameters)."""
+    builder = relax.BlockBuilder()
     params = [relax.Var(name, ty) for name, ty in types.items()]
-    return make_main(params, lambda builder: relax.Tuple(compute(builder.emit, *params)))
+    with builder.function("main", params):
+        with builder.dataflow():
+            results = compute(builder.emit, *params)
+            out = builder.emit_output(relax.Tuple(results))
+        builder.emit_func_output(out)
+    return builder.finalize()
 
 
 def update_twice(emit, rows, positions, cache):
