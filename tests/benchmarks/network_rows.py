@@ -375,6 +375,13 @@ ROWS: dict[str, Network] = {
         same_places(0.3),
         ("matplotlib",),
     ),
+    "PP-OCRv6 recognition": Network(
+        "rapidocr",
+        "rapidocr/models/PP-OCRv6_rec_small.onnx",
+        Images("x", partial(draw_pages, size=(48, 320), lines=1), 127.5, 127.5),
+        same_text(),
+        ("matplotlib",),
+    ),
     "PP-OCR line direction": Network(
         "rapidocr-onnxruntime",
         "rapidocr_onnxruntime/models/ch_ppocr_mobile_v2.0_cls_infer.onnx",
