@@ -317,11 +317,13 @@ def test_weight__read_only_that_its_owner_changes():
 def test_arguments__of_a_subclass_are_read_as_arrays(rows):
     mod = build_model(lambda e, x: e("y", op.sum(e("s", op.multiply(x, x)), axis=[1])), (rows, 4))
     module, x = EagerModule(mod), RNG.standard_normal((4, 4), "float32")
-    for args in (np.ma.masked_array(x, mask=x > 0), x.view(np.matrix), x.view(np.recarray)):
+    for args in (np.ma.masked_array(x), x.view(np.matrix), x.view(np.recarray)):
         for _ in range(2):
             (found,) = module.run("main", [args])
             assert type(found) is np.ndarray
             np.testing.assert_allclose(found, np.square(x).sum(1), rtol=1e-6)
+    with pytest.raises(rq.DataError, match="masked"):
+        module.run("main", [np.ma.masked_array(x, mask=x > 0)])
 
 
 def test_arguments__of_foreign_bytes_and_tensors_are_converted_in_each_call():
