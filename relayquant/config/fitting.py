@@ -114,8 +114,9 @@ class FitSettings:
         rounding, bias: See the enums.
         optimal_columns: With `WeightRounding.OPTIMAL`, 8-bit weights with more columns (weights per
             output) are rounded to nearest if each output has its scale and the data has 8 bits or
-            fewer. H of many columns takes long and gains little: of all weights of YOLOv8n 0.1 dB
-            and a quarter of the time of a calibration, of ResNet-20 0.3 dB and as much. None: H for
+            fewer. H of many columns takes long and gains little: a seventh of the time of
+            quantizing YOLOv8n and less than 0.1 dB, a tenth for MiniLM-L6 and 0.4 dB. H of up to
+            576 columns (3 x 3 taps of 64 channels) gains 1 dB at an output of MTCNN. None: H for
             all.
         scale_factors: Multiples of the observer's scale that are tried for each channel (or for a
             per-tensor scale). The multiple with the smallest error of the result is used.
@@ -141,7 +142,7 @@ class FitSettings:
 
     rounding: WeightRounding = WeightRounding.OPTIMAL
     bias: BiasCorrection = BiasCorrection.WEIGHT
-    optimal_columns: int | None = 512
+    optimal_columns: int | None = 600
     scale_factors: tuple[float, ...] = (1.0,)
     tensor_factors: tuple[float, ...] = tuple(round(0.85**i, 4) for i in range(25))
     sweeps: int = 0
