@@ -142,7 +142,7 @@ class FitSettings:
 
     rounding: WeightRounding = WeightRounding.OPTIMAL
     bias: BiasCorrection = BiasCorrection.WEIGHT
-    optimal_columns: int | None = 600
+    optimal_columns: int | None = 800
     scale_factors: tuple[float, ...] = (1.0,)
     tensor_factors: tuple[float, ...] = tuple(round(0.85**i, 4) for i in range(25))
     sweeps: int = 0

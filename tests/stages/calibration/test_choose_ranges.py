@@ -158,6 +158,13 @@ def test_candidate_noise__runs_on_few_samples_if_they_leave_no_doubt(gain, sprea
     assert run_until_clear(noise, np.ones(MOST_JUDGED), rule) == expected
 
 
+def test_candidate_noise__few_samples_with_rare_errors_ahead_decide_nothing():
+    """The first samples gain 3 dB with a standard error of 0.8 dB, and all lose."""
+    noise = np.resize([0.8, 0.2], MOST_JUDGED)
+    noise[FIRST_JUDGED:] = 2.0
+    assert run_until_clear(noise, np.ones(MOST_JUDGED), is_as_near) == (False, MOST_JUDGED)
+
+
 def test_candidate_noise__a_verdict_of_few_samples_is_that_of_all():
     """Of 400 draws of noise that differ by up to 6 dB, one of the two rules turns in few."""
     rng = np.random.default_rng(0)

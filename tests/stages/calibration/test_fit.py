@@ -490,7 +490,7 @@ def test_fit_settings__rows_are_bounded_by_the_columns() -> None:
     ],
 )
 def test_fit_settings__moments_where_they_gain_most(settings, weight, data, expected) -> None:
-    assert [settings.needs_moments(n, weight, data) for n in (600, 601)] == expected
+    assert [settings.needs_moments(n, weight, data) for n in (800, 801)] == expected
 
 
 ADAPTIVE = FitSettings(WeightRounding.ADAPTIVE, BiasCorrection.NONE)

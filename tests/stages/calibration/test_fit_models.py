@@ -107,10 +107,10 @@ def test_quantize__fitted_weights_lose_less(
 
 
 def test_calibrate__wide_weights_of_8_bits_are_rounded_to_nearest() -> None:
-    """Two layers of 48 and 640 weights per output; H is needed for the first, or for both."""
+    """Two layers of 48 and 840 weights per output; H is needed for the first, or for both."""
 
     def body(emit: Chain, x: relax.Var) -> relax.Expr:
-        y = emit("narrow", relax.op.nn.relu(emit.dense("product", x, 640)))
+        y = emit("narrow", relax.op.nn.relu(emit.dense("product", x, 840)))
         return emit.dense("wide", y, 4)
 
     rng = np.random.default_rng(0)
