@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tvm import relax, te, tirx
+from tvm import relax, s_tir, te, tirx
 from tvm.ir import Call
 from tvm.relax import BlockBuilder
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
 
 from relayquant.base.qtypes import Arithmetic, Rounding
 from relayquant.ir.dialect.operands import operator_name
@@ -44,6 +46,20 @@ def name_hint(call: Call) -> str:
 
 def channel_of(index: Sequence[PrimExpr], axis: int) -> PrimExpr:
     return index[axis % len(index)] if index else 0
+
+
+def emit_loops(name: str, emit: Callable[[], None]) -> tirx.PrimFunc:
+    """Build a function whose arguments and loops `emit` emits, and which FuseOps leaves alone.
+
+    Relax passes expect a root SBlock around the body of a PrimFunc.
+    """
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
+        T.func_name(name)
+        T.func_attr({"tirx.noalias": True, "op_pattern": OPAQUE})
+        emit()
+    func = builder.get()
+    root = s_tir.SBlock([], [], [], "root", func.body)
+    return func.with_body(s_tir.SBlockRealize([], True, root))
 
 
 def make_loops(

@@ -43,8 +43,8 @@ class Delta:
     """A gated delta rule.
 
     Attributes:
-        extents: Sequences, rows, value heads and value width. The first two are None if they are
-            known at run time.
+        extents: Sequences, rows, value heads and value width. Sequences or rows are None if only
+            the run knows them.
         groups, keys: Number of key heads, and their width.
         is_tiled: Whether value head h reads key head h % groups.
     """

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm import relax, s_tir, tirx
+from tvm import relax, tirx
 from tvm.ir import Attrs, Call
 from tvm.relax import BlockBuilder, TupleType
-from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from relayquant.errors import format_count
 from relayquant.ir.dialect.construct import Operand, make_call
-from relayquant.ir.dialect.loops import OPAQUE, name_hint
+from relayquant.ir.dialect.loops import emit_loops, name_hint
 from relayquant.ir.dialect.operands import (
     Argument,
     CheckedOperand,
@@ -140,7 +139,7 @@ def result_of(operand: CheckedOperand) -> Any:
 
 def legalize_gated_delta(builder: BlockBuilder, call: Call) -> Any:
     """Emit plain loops over sequences, heads, rows and the state."""
-    func = PlainDelta(call).build()
+    func = emit_loops("gated_delta", PlainDelta(call).emit)
     fields = list(call.ty.fields)
     return relax.call_tir(builder.add_func(func, name_hint(call)), list(call.args), fields)
 
@@ -150,15 +149,6 @@ class PlainDelta:
 
     def __init__(self, call: Call) -> None:
         self.call, self.is_tiled = call, bool(call.attrs.is_tiled)
-
-    def build(self) -> tirx.PrimFunc:
-        with IRBuilder() as builder, T.prim_func(s_tir=True):
-            T.func_name("gated_delta")
-            T.func_attr({"tirx.noalias": True, "op_pattern": OPAQUE})
-            self.emit()
-        func = builder.get()
-        root = s_tir.SBlock([], [], [], "root", func.body)
-        return func.with_body(s_tir.SBlockRealize([], True, root))
 
     def emit(self) -> None:
         self.sizes: dict[str, Any] = {}

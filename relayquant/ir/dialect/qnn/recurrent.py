@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import tvm_ffi
-from tvm import relax, s_tir, tirx
+from tvm import relax, tirx
 from tvm.ir import Attrs, Call
 from tvm.relax import BlockBuilder
-from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from relayquant.errors import QnnError
 from relayquant.ir.dialect.construct import Operand, Parameter, make_call
-from relayquant.ir.dialect.loops import OPAQUE, name_hint
+from relayquant.ir.dialect.loops import emit_loops, name_hint
 from relayquant.ir.dialect.operands import (
     Argument,
     CheckedOperand,
@@ -346,7 +345,8 @@ def emit_activation(name: str, value: Any) -> Any:
 
 def legalize_recurrent(builder: BlockBuilder, call: Call) -> Any:
     """Emit plain loops over samples, steps and units."""
-    func = NaiveRecurrence(call).build()
+    loops = NaiveRecurrence(call)
+    func = emit_loops(loops.name, loops.emit)
     return relax.call_tir(builder.add_func(func, name_hint(call)), list(call.args), call.ty)
 
 
@@ -358,15 +358,6 @@ class NaiveRecurrence:
         self.name = call.op.name.removeprefix("relax.qnn.")
         self.units = int(call.args[1].ty.shape.values[0])
         self.is_integer = str(call.args[1].ty.dtype) == "int8"
-
-    def build(self) -> tirx.PrimFunc:
-        with IRBuilder() as builder, T.prim_func():
-            T.func_name(self.name)
-            T.func_attr({"tirx.noalias": True, "op_pattern": OPAQUE})
-            self.emit()
-        func = builder.get()
-        root = s_tir.SBlock([], [], [], "root", func.body)
-        return func.with_body(s_tir.SBlockRealize([], True, root))
 
     def emit(self) -> None:
         units, width = self.units, self.units * self.cell.gates
