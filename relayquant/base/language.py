@@ -8,11 +8,11 @@ LANGUAGE_FUNCTIONS = (PREFILL, DECODE)
 
 #: What a text of several beside each other is filled up with: it is not read.
 PADDING = -1
-#: First parts of the names of state that has read all tokens so far. "keys.0" has a row for each
-#: token instead, and later tokens overwrite it.
-RUNNING = ("rows", "memory")
+#: First parts of the names of state with a row for each token, which later tokens overwrite:
+#: "keys.0.scale". Any other state may be of all tokens so far.
+CACHES = ("keys", "values")
 
 
 def goes_back(state: str) -> bool:
     """Whether a state of this name can go on behind any of the tokens that it has read."""
-    return state.partition(".")[0] not in RUNNING
+    return state.partition(".")[0] in CACHES

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import relayquant as rq
+from relayquant.base.language import goes_back
 from relayquant.base.runtime import Executor
 from relayquant.errors import ConfigError, DataError, ModelError
 from relayquant.flow.generation import StopReason
@@ -123,6 +124,17 @@ def test_generate__greedy_tokens_of_several_prompts_are_those_of_each_alone(chun
     for prompt, text in zip(prompts, texts, strict=True):
         assert text == tokenizer.decode(model.continue_greedily(prompt, 8))
     assert max(rows for _, rows in model.calls) == min(chunk, 9)
+
+
+@pytest.mark.parametrize("name", ["keys.0", "values.11", "keys.0.scale"])
+def test_goes_back__caches(name):
+    assert goes_back(name)
+
+
+@pytest.mark.parametrize("name", ["rows.0", "memory.3", "sum", "hidden.keys"])
+def test_goes_back__no_state_of_another_name(name):
+    """A state that nobody knows may be of all tokens so far."""
+    assert not goes_back(name)
 
 
 def read_rows(model):
