@@ -505,7 +505,7 @@ class _Run:
         """
         fit = self.fits[point.operator]
         spec = fit.group.info.spec
-        data = dict(self.plan.operator(point.operator).operands).get("data")
+        data = self.find_data(point.operator)
         size = fit.columns, spec, self.plan.group(data).info.spec if data is not None else None
         return FitObservation(
             point.source,
@@ -520,6 +520,10 @@ class _Run:
             ),
             self.settings.reconstructs(spec),
         )
+
+    def find_data(self, operator: str) -> str | None:
+        """Return the group of an operator's data, or None if the data stays in float."""
+        return dict(self.plan.operator(operator).operands).get("data")
 
     def fit(self, fit: OperatorFit, statistics: InputStatistics, chosen: CalibrationResult) -> None:
         """Fit one operator and store the result in `chosen`."""
@@ -546,7 +550,7 @@ class _Run:
         chosen.parameters[key] = result.qparams
         chosen.constants[f"{name}:weight"] = result.weight
         if result.bias is not None:
-            data = self.parameters.get(dict(self.plan.operator(name).operands).get("data", ""))
+            data = self.parameters.get(self.find_data(name) or "")
             is_few = self.settings.reconstructs(fit.group.info.spec)
             bias = (
                 round_bias(result, fit.view, data) if is_few and data is not None else result.bias
