@@ -359,10 +359,13 @@ def adjust_ministral3(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
 
 def grow_queries(config: CausalLMConfig, growth: float, length: int) -> CausalLMConfig:
     """Return the model with queries that grow each `length` positions."""
+    return change_rotary(config, growth=growth, growth_length=length)
+
+
+def change_rotary(config: CausalLMConfig, **changes: float) -> CausalLMConfig:
+    """Return the model with rotary positions that differ in some fields."""
     layers = (
-        replace(layer, rotary=replace(layer.rotary, growth=growth, growth_length=length))
-        if layer.rotary
-        else layer
+        replace(layer, rotary=layer.rotary and replace(layer.rotary, **changes))  # pyright: ignore[reportArgumentType]
         for layer in config.layers
     )
     return replace(config, layers=tuple(layers))
@@ -630,7 +633,7 @@ def adjust_deepseek(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
 
 
 def adjust_deepseek_v2(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
-    """A group is chosen by its best expert. Shares are those of all experts."""
+    """A group of experts is chosen by its best expert. Shares are not divided by their sum."""
     method = fields.text("topk_method")
     if method not in ("greedy", "group_limited_greedy"):
         raise fields.refuse(("topk_method",), method, "greedy or group_limited_greedy")
@@ -719,7 +722,7 @@ def read_short_convolution(fields: Fields) -> Mixer:
 
 
 def adjust_qwen3_5(_fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
-    """Norms are of 1 + w, as those of Gemma. A gate has a bias if queries have."""
+    """Norms multiply by 1 + weight, as in Gemma. Gates have a bias if queries have one."""
     gates = frozenset({"attention_gate"} if "q" in config.biases else ())
     return replace(
         config,
@@ -754,7 +757,7 @@ def list_each_fourth(fields: Fields, count: int) -> list[str]:
 
 
 def list_attention(fields: Fields, count: int) -> list[str]:
-    """Convolutions in all layers but those of a list."""
+    """Attention in the layers of a list, convolutions in all others."""
     found = fields.items(None, "full_attn_idxs")
     return ["full_attention" if found is None or i in found else "conv" for i in range(count)]
 

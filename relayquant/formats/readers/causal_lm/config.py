@@ -76,13 +76,13 @@ class ExpertConfig:
         is_normalized: Whether the shares of the chosen are divided by their sum.
         is_sigmoid, has_choice: Whether shares are sigmoids, and whether a learned number for each
             expert is added to choose.
-        is_beside: Whether the layer has its feed-forward network, too (Gemma 4). Experts and router
-            read x behind norms of their own, both results are normalized and added, and shares are
-            multiplied by a learned number of each expert:
+        is_beside: Whether the layer has a feed-forward network, too (Gemma 4). Experts and router
+            each have a norm for the x that they read. The results of network and experts are
+            normalized and added. A learned number of each expert multiplies its share:
 
                 dense_norm(down(...)) + mixed_norm(experts(pre_experts_norm(x)))
                 router(router_norm(x) / sqrt(width))
-        groups, chosen_groups: Number of groups, and of those that a row chooses first.
+        groups, chosen_groups: Number of groups, and number of groups that a row chooses first.
         group_best: Number of a group's experts that are added up for its choice.
         sum_shift: What is added to the sum before shares are divided by it.
         scale: Factor of the shares.

@@ -21,6 +21,7 @@ from relayquant.formats.readers.causal_lm.architectures import (
     TURN_ALL,
     ListTurned,
     add_experts,
+    change_rotary,
     grow_queries,
     leave_out,
     list_types,
@@ -561,27 +562,18 @@ def adjust_gguf_deepseek(fields: Fields, config: CausalLMConfig) -> CausalLMConf
     factor = fields.number("rope.scaling.factor", default=1.0)
     weight = fields.number("rope.scaling.yarn_log_multiplier", default=0.0)
     magnitude = weight * math.log(factor) + 1 if factor > 1 else 1.0
-    layers = (
-        replace(layer, rotary=layer.rotary and replace(layer.rotary, magnitude=1.0))
-        for layer in config.layers
-    )
     return replace(
-        config,
+        change_rotary(config, magnitude=1.0),
         groups=1,
         head_width=latent.width,
         latent=latent,
-        layers=tuple(layers),
         query_scale=magnitude**2 / math.sqrt(key),
     )
 
 
 def adjust_gguf_mistral3(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
     """Queries grow with their position. With YaRN, rotary positions have no factor."""
-    layers = (
-        replace(layer, rotary=layer.rotary and replace(layer.rotary, magnitude=1.0))
-        for layer in config.layers
-    )
-    config = replace(config, layers=tuple(layers))
+    config = change_rotary(config, magnitude=1.0)
     growth = fields.number("attention.temperature_scale", default=0.0)
     if not growth:
         return config

@@ -11,6 +11,7 @@ import numpy as np
 
 from relayquant.errors import ModelError, format_count
 from relayquant.formats.readers.causal_lm.config import CausalLMConfig
+from relayquant.formats.readers.causal_lm.mixers import LATENT
 from relayquant.formats.readers.causal_lm.tensors import FLOATS, StoredTensor, join_tensors
 
 #: Number of names that an error lists.
@@ -55,8 +56,6 @@ class TensorNames:
     is_paired: bool = False
 
 
-#: Weights of the heads of latent attention.
-LATENT = ("latent_keys", "latent_values")
 #: Weights of one output, or of convolutions: sources have axes of size 1 there, or have not.
 ONES = ("share", "conv", "delta_conv")
 #: Matrices that every source stores as (vocabulary or positions, width).

@@ -11,6 +11,7 @@ from tvm import relax
 
 from relayquant.base.grouping import GroupedWeight
 from relayquant.formats.readers.causal_lm.config import CausalLMConfig, LayerConfig, Rotary
+from relayquant.formats.readers.causal_lm.mixers import LATENT
 from relayquant.formats.readers.causal_lm.options import CausalLMOptions
 from relayquant.formats.readers.causal_lm.tensors import StoredTensor, join_tensors
 from relayquant.ir.ledger import LedgerRow
@@ -20,9 +21,8 @@ Expr = relax.Expr
 
 #: Matrices that stay in float: they choose experts, or are small.
 CONSTANTS = ("router", "share", "conv", "delta_conv")
-#: The weights of all experts of a layer, and of all heads of latent attention.
+#: The weights of all experts of a layer.
 EXPERTS = ("experts_gate", "experts_up", "experts_down")
-LATENT = ("latent_keys", "latent_values")
 
 
 @dataclass(frozen=True, eq=False)
