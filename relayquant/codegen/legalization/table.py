@@ -25,6 +25,8 @@ from relayquant.codegen.legalization.reductions import REDUCTION_LEGALIZATIONS
 from relayquant.codegen.legalization.resizing import RESIZING_LEGALIZATIONS
 from relayquant.codegen.lowering.engine import mark_kernel
 from relayquant.codegen.lowering.kernel_call import build_for_batch, split_batch
+from relayquant.ir.dialect.operator import replace_attrs
+from relayquant.ir.reference.relax.row import list_axes
 from relayquant.ir.reference.unary import SELU_ALPHA, SELU_SCALE
 from relayquant.ir.rewrite.expressions import shape_of
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype, tensor_shape
@@ -107,6 +109,13 @@ def legalize_astype(builder: relax.BlockBuilder, call: Call) -> Any:
         return topi.cast(topi.where(topi.isnan(x), nan, x), "bfloat16")
 
     return builder.call_te(compute_narrow, *call.args, primfunc_name_hint="astype")
+
+
+def legalize_batch_norm(builder: relax.BlockBuilder, call: Call) -> Any:
+    """Legalize batch_norm(x) with its axis counted from 0. TVM knows no axis -1."""
+    (axis,) = list_axes([call.attrs.axis], call.args[0].ty.ndim)
+    counted = Call(call.op, call.args, replace_attrs(call.attrs, axis=axis), call.ty_args)
+    return legalize_as_tvm(builder, builder.normalize(counted))
 
 
 def legalize_layer_norm(builder: relax.BlockBuilder, call: Call) -> Any:
@@ -229,6 +238,7 @@ LEGALIZATIONS = {
     **dict.fromkeys(("relax.sign", "relax.negative"), legalize_sign),
     "relax.sinh": legalize_sinh,
     "relax.cosh": legalize_cosh,
+    "relax.nn.batch_norm": legalize_batch_norm,
     "relax.nn.layer_norm": legalize_layer_norm,
     "relax.nn.selu": legalize_selu,
     "relax.nn.softmax": legalize_softmax,

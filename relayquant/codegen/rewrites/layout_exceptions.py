@@ -14,6 +14,7 @@ from tvm.ir import Call, IRModule, Op, Type
 
 from relayquant.codegen.lowering.floating import read_conv2d_transpose
 from relayquant.codegen.rewrites.transposed_blocks import makes_blocks
+from relayquant.ir.reference.relax.row import list_axes
 from relayquant.ir.rewrite.casts import CALL_PACKED, hide_cast, show_cast
 from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.expressions import is_float32, op_name, read_number
@@ -67,7 +68,7 @@ def convert_with_exceptions(mod: IRModule, layouts: Mapping[str, Sequence[str]])
         if isinstance(binding, relax.MatchCast):
             return [relax.VarBinding(binding.var, hide_cast(binding))]
         if not keeps_layout(call):
-            return split_clip(flatten_number(binding))
+            return split_clip(flatten_number(count_axes(binding)))
         name = relax.ExternFunc(f"{HIDDEN}{len(hidden)}")
         hidden.append(call)
         packed = Call(Op.get(CALL_PACKED), [name, *call.args], None, [call.ty])
@@ -172,6 +173,15 @@ def has_computed_size(ty: Type) -> bool:
     if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
         return False
     return any(not isinstance(size, tirx.Var | tirx.IntImm) for size in ty.shape.values)
+
+
+def count_axes(binding: relax.Binding) -> relax.Binding:
+    """Count the axes of squeeze from 0. The pass takes negative ones as places in memory."""
+    call = binding.value
+    if op_name(call) != "relax.squeeze" or call.attrs.axis is None:
+        return binding
+    axes = list_axes(call.attrs.axis, call.args[0].ty.ndim)
+    return rebind(binding, relax.op.squeeze(call.args[0], axes))
 
 
 def flatten_number(binding: relax.Binding) -> relax.Binding:

@@ -14,7 +14,7 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-from tvm import tirx
+from tvm import s_tir, tirx
 from tvm.ir import Call
 from tvm.target import Target
 
@@ -158,6 +158,12 @@ def avoid_division(name: str, argument: Expr) -> Expr:
     return argument if factor is None else argument.a * number(factor)
 
 
+def call_sigmoid(x: Expr) -> Expr:
+    """Compute 1 / (1 + e^-x) by the C library."""
+    power = tirx.call_pure_extern("float32", "expf", number(0) - x)
+    return number(1) / (number(1) + power)
+
+
 EXPANSIONS: dict[str, Callable[[tirx.Var], Expr]] = {
     "tirx.exp": expand_exp,
     "tirx.tanh": expand_tanh,
@@ -178,6 +184,13 @@ C_FUNCTIONS = {
     ("tirx.tanh", "float32"): "tanhf",  # where it is not expanded
     ("tirx.atanh", "float64"): "atanh",
     ("tirx.atanh", "float32"): "atanhf",
+}
+#: The functions of `EXPANSIONS` -> the same of one float32 by the C library.
+STEADY_FORMS: dict[str, Callable[[Expr], Expr]] = {
+    "tirx.exp": lambda x: tirx.call_pure_extern("float32", "expf", x),
+    "tirx.tanh": lambda x: tirx.call_pure_extern("float32", "tanhf", x),
+    "tirx.erf": lambda x: tirx.call_pure_extern("float32", "erff", x),
+    "tirx.sigmoid": call_sigmoid,
 }
 FLOATS = ("float32", "float64")
 
@@ -220,7 +233,36 @@ def expand_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
             return tirx.call_pure_extern(str(call.ty), function, call.args[0])
         return call
 
-    return func.with_body(tvm_ffi.structural_map(func.body, (Call, expand)))
+    body = tvm_ffi.structural_map(func.body, (tirx.For, call_steady))
+    return func.with_body(tvm_ffi.structural_map(body, (Call, expand)))
+
+
+def call_steady(loop: tirx.For) -> tirx.For:
+    """In a vectorized loop, call the C library for what is the same in all its passes.
+
+    TVM visits a product of two such numbers twice, and refuses a variable that is bound in it.
+    """
+    if loop.kind != tirx.ForKind.VECTORIZED:
+        return loop
+    moving = {loop.loop_var}
+
+    def note(realize: s_tir.SBlockRealize) -> None:
+        pairs = zip(realize.block.iter_vars, realize.iter_values, strict=True)
+        moving.update(axis.var for axis, value in pairs if reads(value))
+
+    def reads(value: Expr) -> bool:
+        found: list[tirx.Var] = []
+        tvm_ffi.structural_walk(value, (tirx.Var, found.append))
+        return not moving.isdisjoint(found)
+
+    def call_c(call: Call) -> Expr:
+        make = STEADY_FORMS.get(str(getattr(call.op, "name", "")))
+        if make is None or str(call.ty) != "float32" or reads(call.args[0]):
+            return call
+        return make(call.args[0])
+
+    tvm_ffi.structural_walk(loop.body, (s_tir.SBlockRealize, note))
+    return tvm_ffi.structural_map(loop, (Call, call_c))
 
 
 def create_math_pass(target: Target) -> Any:

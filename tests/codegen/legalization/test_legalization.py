@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from compiled_call import check_exactly, run_compiled
+from compiled_call import build_call, check_exactly, run_compiled
 from tvm import relax
 
 import relayquant as rq
@@ -343,3 +343,19 @@ def test_hyperbolic_tangent__keeps_its_digits_near_zero(name, function, dtype):
     tolerance = 1e-6 if dtype == "float32" else 1e-14
     for found in run_compiled(getattr(relax.op, name), data):
         np.testing.assert_allclose(found, function(data.astype("float64")), tolerance)
+
+
+def test_batch_norm__of_an_axis_counted_from_the_end():
+    """TVM's loop nest, which takes its statistics from the batch, knows no axis -1."""
+    data = np.random.default_rng(0).normal(1, 2, (5, 3, 4)).astype("float32")
+    scale, shift, *moving = np.random.default_rng(1).uniform(0.5, 2, (4, 4)).astype("float32")
+
+    def compute(x):
+        operands = [relax.const(each) for each in (scale, shift, *moving)]
+        return relax.op.nn.batch_norm(x, *operands, axis=-1, training=True)
+
+    machine = relax.VirtualMachine(rq.compile(build_call(compute, data)), tvm.cpu())
+    found = machine["main"](tvm.runtime.tensor(data))[0].numpy()
+    mean, variance = data.mean((0, 1)), data.var((0, 1))
+    expected = (data - mean) / np.sqrt(variance + 1e-5) * scale + shift
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

@@ -166,6 +166,53 @@ def test_convert_layout__parameters_of_the_run_time_beside_a_convolution():
     assert rq.verify(qmod, data[0]).is_equal
 
 
+#: Operators on (2, 1, 4, 1) that name an axis, which may be counted from the end.
+ON_AXIS = {
+    "argmax": lambda emit, x, axis: op.astype(op.argmax(x, axis), "float32"),
+    "concat": lambda emit, x, axis: op.concat([x, x], axis),
+    "cumsum": lambda emit, x, axis: op.cumsum(x, axis),
+    "expand_dims": lambda emit, x, axis: op.expand_dims(x, axis),
+    "flip": lambda emit, x, axis: op.flip(x, axis),
+    "layer_norm": lambda emit, x, axis: op.nn.layer_norm(
+        x, *[emit.constant(int(x.ty.shape[axis]))] * 2, [axis]
+    ),
+    "max": lambda emit, x, axis: op.max(x, [axis]),
+    "mean": lambda emit, x, axis: op.mean(x, [axis], True),
+    "repeat": lambda emit, x, axis: op.repeat(x, 2, axis),
+    "softmax": lambda emit, x, axis: op.nn.softmax(x, axis),
+    "sort": lambda emit, x, axis: op.sort(x, axis),
+    "split": lambda emit, x, axis: relax.TupleGetItem(emit("parts", op.split(x, [1], axis)), 0),
+    "squeeze": lambda emit, x, axis: op.squeeze(x, [axis]) if axis % 2 else x,
+    "stack": lambda emit, x, axis: op.stack([x, x], axis),
+    "strided_slice": lambda emit, x, axis: op.strided_slice(x, [axis], [0], [1]),
+    "take": lambda emit, x, axis: op.take(x, relax.const(np.array([0, 0], "int64")), axis),
+}
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("axis", [-4, -3, -2, -1])
+@pytest.mark.parametrize("name", ON_AXIS)
+def test_convert_layout__axes_counted_from_the_end(name, axis):
+    """On an input beside a convolution, and on the map, which the pass gives another layout. The
+    numbers are those of TVM alone with the axis counted from the start.
+    """
+
+    def build(axis):
+        def body(emit, x):
+            pixels = emit("pixels", op.nn.conv2d(x, emit.constant(1, 1, 1, 1)))
+            results = [ON_AXIS[name](emit, each, axis) for each in (x, pixels)]
+            return relax.Tuple([emit(f"result{k}", each) for k, each in enumerate(results)])
+
+        return build_model(body, (2, 1, 4, 1))
+
+    (data,) = draw_batches(build(axis), 1)
+    found = rq.reference.run(convert_layout(build(axis)), data)
+    first = axis + (5 if name in ("expand_dims", "stack") else 4)
+    expected = Executor(tvm.compile(build(first), "llvm")).run("main", [*data.values()])
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
 def check_same_numbers(mod, shape: tuple[int, ...]) -> None:
     """Compiled, and quantized, `mod` agrees with the reference."""
     data = {"x": np.random.default_rng(1).standard_normal(shape).astype("float32")}

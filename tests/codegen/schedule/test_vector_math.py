@@ -26,6 +26,7 @@ from relayquant.codegen.schedule.vector_math import (
     create_math_pass,
     expand_math,
 )
+from relayquant.ir.rewrite.function import make_main
 
 OPERATORS = {"exp": R.exp, "tanh": R.tanh, "erf": R.erf, "sigmoid": R.sigmoid}
 
@@ -278,3 +279,29 @@ def test_functions__of_a_bfloat16_that_is_read_twice(name):
     np.testing.assert_allclose(found, expected, rtol=2**-8, atol=0)
     assert (found == expected).mean() > 0.95
     assert not (found.view("uint32") & 0xFFFF).any()
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("name", EXPANSIONS)
+def test_expand_math__of_what_is_the_same_in_all_lanes(name):
+    """Products of numbers that do not depend on the position, alone and beside one that does.
+
+    The numbers that LLVM makes vectors of are those of the C library.
+    """
+    function = getattr(relax.op, name.removeprefix("tirx."))
+    x = relax.Var("x", relax.TensorType((1,), "float32"))
+    at = relax.Var("at", relax.TensorType((8,), "int64"))
+
+    def emit_body(builder):
+        taken = builder.emit(relax.op.take(x, at, axis=0))
+        curve = builder.emit(function(taken))
+        lifted = builder.emit(relax.op.add(curve, relax.const(1.0, "float32")))
+        product = builder.emit(relax.op.multiply(lifted, relax.const(3.0, "float32")))
+        moving = builder.emit(relax.op.astype(at, "float32"))
+        return relax.Tuple([product, builder.emit(relax.op.add(product, moving))])
+
+    number, places = np.array([0.7], "float32"), np.zeros(8, "int64")
+    machine = Executor(rq.compile(make_main([x, at], emit_body)))
+    value = float(run_operator(name.removeprefix("tirx."), number)[0])
+    for found in machine.run("main", [number, places]):
+        np.testing.assert_allclose(found, np.full(8, (value + 1) * 3), rtol=1e-6)
