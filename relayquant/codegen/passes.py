@@ -21,6 +21,7 @@ from relayquant.codegen.lowering.integer.lower import has_integer_main, lower_in
 from relayquant.codegen.lowering.masked_attention import lower_masked_attention
 from relayquant.codegen.lowering.recurrent import lower_recurrent
 from relayquant.codegen.lowering.row_norms import lower_row_norms
+from relayquant.codegen.rewrites.empty_values import fill_empty_values
 from relayquant.codegen.rewrites.inner_sizes import settle_inner_sizes
 from relayquant.codegen.rewrites.layout import convert_layout
 from relayquant.codegen.rewrites.order import order_values
@@ -76,6 +77,7 @@ def make_pipeline(
         bf16 = select(find_float_precision(mod)) if precision is None else chosen
         mod = settle_inner_sizes(write_products(mod))
         checks = find_shape_checks(mod)
+        mod = fill_empty_values(mod)
         if has_integer_main(mod):
             mod = split_int64_sums(subtract_zero_points(mod))
         mod = make_pixel_blocks(convert_layout(mark_spreads(lay_sequences(mod))))

@@ -9,6 +9,7 @@ for data, O I and spatial letters for kernels.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,8 +120,10 @@ def convolve(
     windows = [
         (tap, x[(slice(None), *at)]) for tap, at in iterate_taps(taps, outputs, strides, dilation)
     ]
-    result = add_products(w, windows, groups).reshape(x.shape[0], *outputs, out_channels)
-    return permute_layout(result, "N" + letters + "C", out_layout or data_layout)
+    shape = (x.shape[0], *outputs, out_channels)
+    is_empty = 0 in (x.size, w.size)  # there is no product to add, or no sum
+    result = np.zeros(shape, x.dtype) if is_empty else add_products(w, windows, groups)
+    return permute_layout(result.reshape(shape), "N" + letters + "C", out_layout or data_layout)
 
 
 def add_products(w: Array, windows: Sequence[tuple[tuple[int, ...], Array]], groups: int) -> Array:
@@ -197,9 +200,9 @@ def convolve_transposed(
     ]
     result = np.zeros((x.shape[0], *full, groups, per_group), x.dtype)
     # One product for each group: of each pixel alone, they would take ten times as long.
-    split = np.moveaxis(x.reshape(-1, groups, channels // groups), 1, 0)
+    split = np.moveaxis(x.reshape(math.prod(x.shape[:-1]), groups, channels // groups), 1, 0)
     multiply = np.multiply if channels == groups else np.matmul
-    for tap, at in iterate_taps(taps, sizes, strides, dilation):
+    for tap, at in iterate_taps(taps, sizes, strides, dilation) if x.size else ():
         products = multiply(split, w[tap].reshape(groups, channels // groups, per_group))
         moved = np.moveaxis(products, 0, 1)
         result[(slice(None), *at)] += moved.reshape(*x.shape[:-1], groups, per_group)

@@ -141,6 +141,8 @@ def conv3d_to_conv2d(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         return skip
     if attrs.out_dtype not in ("", None, "void") and str(attrs.out_dtype) != tensor_dtype(data):
         return decline("results of another dtype")
+    if 0 in (tensor_shape(weight) or ()):
+        return decline("no channels")
     view = ConvView.of(call)
     (stride, *strides), (step, *dilation) = view.strides, view.dilation
     before, *begins, after = view.padding[:4]
