@@ -79,7 +79,8 @@ class FitPoint:
 
     Attributes:
         operator: The operator's name.
-        source: The value that becomes the operator's data after rounding by the groups `roundings`.
+        source: The value that becomes the operator's data after rounding by the groups `roundings`;
+            the operator's result if its weight multiplies that, as in a recurrent layer.
         roundings: Group keys, applied one after the other. () if the value is the data itself.
         weight: The value that the operator reads as weight.
     """

@@ -329,6 +329,8 @@ class QuantOp:
         realize_grouped: GroupedContext -> float32 value of the root, for grouped weights. The
             operands are "data", "weight" (K, N) and optionally "bias". None if not supported.
         has_affine_rule: Whether the row comes from an `AffineRule`, which computes it.
+        feeds_back: Whether the weight multiplies the operator's own result, as in a recurrent
+            layer. There is no operand "data".
     """
 
     name: str
@@ -347,6 +349,7 @@ class QuantOp:
     realize_grouped: Callable[[GroupedContext], relax.Expr | Skip] | None = None
     attributes: tuple[str, ...] = ()
     has_affine_rule: bool = False
+    feeds_back: bool = False
 
     def __post_init__(self) -> None:
         refuse_dpl(self.pattern, f"QuantOp {self.name!r}: pattern")

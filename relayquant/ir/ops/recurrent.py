@@ -57,6 +57,7 @@ def build_recurrent_ops() -> tuple[QuantOp, ...]:
                 Output.WHEN_WANTED,
                 realize_recurrent,
                 check=check_weight,
+                feeds_back=True,
                 attributes=("activations", "clip", "is_reversed", *OWN_ATTRIBUTES[name]),
             )
         )

@@ -202,7 +202,7 @@ def order_breakpoints(
     view: Graph, groups: Sequence[SharedQParams], fits: Sequence[FitPoint]
 ) -> list[Breakpoint]:
     """Return one breakpoint per group, in the plan's order, and one per fit, in front of the
-    first reader of the operator's weight.
+    first reader of the operator's weight, or behind the operator if its own result is the data.
     """
     by_name = view.vars
     breakpoints: list[tuple[float, Breakpoint]] = []
@@ -212,8 +212,9 @@ def order_breakpoints(
         breakpoints.append((place, Breakpoint((group.key,), (), targets)))
     for fit in fits:
         weight = by_name[fit.weight]
-        place = min(view.order[user] for user in view.users[weight]) - 0.5
-        breakpoints.append((place, Breakpoint((), (fit,), (by_name[fit.source],))))
+        source, place = by_name[fit.source], min(view.order[user] for user in view.users[weight])
+        place += 0.5 if view.order[source] >= place else -0.5
+        breakpoints.append((place, Breakpoint((), (fit,), (source,))))
     return [point for _, point in sorted(breakpoints, key=lambda item: item[0])]
 
 

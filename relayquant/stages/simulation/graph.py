@@ -211,7 +211,9 @@ class _Simulation(PlannedWalk):
                 operands[operand.name] = self.view(emitter, expr, keys.get(operand.name))
         data, weight = operands.get("data"), operands.get("weight")
         has_fit = f"{operator.name}:weight" in self.constants and operator.grouped is None
-        if has_fit and isinstance(data, relax.Var):
+        if has_fit and pattern.feeds_back:
+            self.fits.append(FitPoint(operator.name, match.root.name, (), weight.name))
+        elif has_fit and isinstance(data, relax.Var):
             part = match.parts["data"]
             source = self.sources.get((part.name, keys.get("data", "")), (data.name, ()))
             self.fits.append(FitPoint(operator.name, *source, weight.name))

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tvm.ir import Call
 
+from relayquant.ir.dialect.qnn.recurrent import CELLS
 from relayquant.ir.rewrite import Match
 from relayquant.ir.rewrite.conv_view import ConvView
 
@@ -40,6 +41,7 @@ class LinearView:
         kernel, strides, padding, dilation: Per spatial axis; padding as (before, after). Empty for
             dense.
         groups: Groups of channels.
+        skipped: Entries of the data's first axis that come before the first row. Of dense only.
         output_padding: For a transposed convolution, per spatial axis: rows of the output beyond
             the rows that the input leads to. None for any other operator.
     """
@@ -52,6 +54,7 @@ class LinearView:
     dilation: tuple[int, ...] = ()
     groups: int = 1
     output_padding: tuple[int, ...] | None = None
+    skipped: int = 0
 
     def weight_to_rows(self, weight: NDArray) -> NDArray:
         """Return a weight in the operator's layout as (groups, outputs per group, K)."""
@@ -99,7 +102,7 @@ class LinearView:
         The padding's zeros stay zeros.
         """
         if self.data_axes is None:
-            flat = [array.reshape(-1, array.shape[-1]) for array in arrays]
+            flat = [array[self.skipped :].reshape(-1, array.shape[-1]) for array in arrays]
             index = self._draw(sum(map(len, flat)), count, rng)
             rows = gather_rows(flat, index, ())
             return (rounding(rows) if rounding else rows)[None]
@@ -209,7 +212,12 @@ def gather_channels(
 
 
 def make_linear_view(match: Match) -> LinearView | None:
-    """Return the view of a matched operator; None if it is neither convolution nor dense."""
+    """Return the view of a matched operator; None if it is neither convolution, dense nor a
+    recurrent layer.
+    """
+    recurrent = find_recurrent_view(match)
+    if recurrent is not None:
+        return recurrent
     for call in _find_calls(match):
         if call.op.name == MATMUL:
             return LinearView(None, (1, 0)) if match.parts["weight"].ty.ndim == 2 else None
@@ -231,6 +239,20 @@ def make_linear_view(match: Match) -> LinearView | None:
             view.groups,
             view.output_padding if is_transposed else None,
         )
+    return None
+
+
+def find_recurrent_view(match: Match) -> LinearView | None:
+    """Return the view of a recurrent layer, whose weight multiplies its hidden state; None if the
+    match is none, or if gates multiply different values.
+
+    The hidden states of all steps follow the last states in the layer's result. The initial state
+    is not part of it.
+    """
+    for name, cell in CELLS.items():
+        call = match.find_call(f"relax.qnn.{name}")
+        if call is not None and getattr(call.attrs, "linear_before_reset", True):
+            return LinearView(None, (1, 0), skipped=cell.states)
     return None
 
 
