@@ -43,8 +43,8 @@ CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv1d")
 INTEGER_CONVOLUTIONS = ("relax.qnn.conv2d", "relax.qnn.conv1d")
 #: Number of data shapes that a product is prepared for at a time.
 MOST_SHAPES = 64
-#: Multiply-adds of an image from which on a kernel for its size is worth compiling: a calibration
-#: of 50 images then gains the quarter of a second that this takes.
+#: Multiply-adds of a sample from which on a kernel for its size is worth compiling: a calibration
+#: of 50 samples then gains the quarter of a second that this takes.
 SHAPED_MACS = 2**29
 
 
@@ -56,7 +56,8 @@ class Convolution:
         axis, channels: Channel axis and number of channels of the result.
         data_axes: Axes of data and result in the order N, spatial, C.
         weight_axes: Axes of the weight in the order O, spatial, I.
-        spec: The convolution of one image. Height and width are 0 if one of them is symbolic.
+        spec: The convolution of the images of a sample, one if their number is symbolic. Height and
+            width are 0 if one of them is symbolic.
     """
 
     axis: int
@@ -89,10 +90,10 @@ class Convolution:
             return decline("the number of channels is symbolic")
         taps = (weight.get("H", 1), weight["W"])
         size = static_sizes([extents.get("H", 1), extents["W"]]) or (0, 0)
-        flat = view.as_2d()
+        (images,), flat = static_sizes([extents["N"]]) or [1], view.as_2d()
         spec = FloatConv2d(
-            1, *size, inputs[0], weight["O"], taps, flat.strides, flat.padding, flat.dilation,
-            flat.groups,
+            max(images, 1), *size, inputs[0], weight["O"], taps, flat.strides, flat.padding,
+            flat.dilation, flat.groups,
         )  # fmt: skip
         if min(spec.padding) < 0:
             return decline("the padding is negative")
@@ -386,13 +387,14 @@ def choose_winograd(spec: FloatConv2d, isa: FloatIsa) -> FloatConv2d | None:
     """Return the convolution of padded images if Winograd's kernel for them is worth compiling.
 
     The model decides, not the data: results do not depend on how samples are batched, and data of
-    many sizes does not compile many kernels. None if the image size is symbolic.
+    many sizes does not compile many kernels. A sample of several images, as the slices of a volume,
+    counts all of them. None if the image size is symbolic.
     """
     if not (spec.height and spec.width):
         return None
     height, width = spec.padded_size
     padded = replace(spec, batch=None, height=height, width=width, padding=(0, 0, 0, 0))
-    is_large = min(padded.out_size) > 0 and count_macs(padded) >= SHAPED_MACS
+    is_large = min(padded.out_size) > 0 and count_macs(spec) >= SHAPED_MACS
     return padded if is_large and prefers_winograd(padded, isa) else None
 
 

@@ -401,6 +401,17 @@ def test_large_images__of_many_in_a_batch_have_the_bits_of_each_alone(monkeypatc
         assert np.abs(have - want).max() < 1e-5 * np.abs(want).max()
 
 
+@pytest.mark.parametrize(("images", "is_winograd"), [(3, False), (4, True)])
+def test_large_images__the_slices_of_a_volume_count_together(monkeypatch, images, is_winograd):
+    monkeypatch.setattr("relayquant.codegen.eager.product.SHAPED_MACS", 4 * 13 * 18 * 32 * 64 * 9)
+    mod = conv2d_model((images, 32, 13, 18), (64, 32, 3, 3), padding=1)
+    module, (x,) = EagerModule(mod), draw(mod, images)
+    (step,) = steps_of(module, ProductStep)
+    assert step.product.is_winograd is is_winograd
+    (have,), (want,) = module.run("main", [x]), run(mod, [x])
+    assert np.abs(have - want).max() < 1e-5 * np.abs(want).max()
+
+
 @pytest.mark.parametrize("sizes", [("h", 18), (13, "w")])
 def test_large_images__of_a_size_that_the_model_does_not_say_need_no_kernel_each(
     monkeypatch, sizes
