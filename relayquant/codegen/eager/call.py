@@ -12,6 +12,7 @@ from tvm import relax, tirx
 from tvm.ir import Call, GenericConst, Op, PrimType
 
 from relayquant.base.runtime import view_constant
+from relayquant.codegen.eager.aligned import ALIGNED
 from relayquant.codegen.eager.operand import (
     ConstantOperand,
     Operand,
@@ -79,6 +80,8 @@ def find_function(call: Call, name: str) -> OperatorFunction | None:
     `name` is of the value. None if only the interpreter can evaluate the call.
     """
     operator = call.op.name.removeprefix("relax.")
+    if operator in ALIGNED:
+        return ALIGNED[operator]
     if operator in OPERATORS:
         return OPERATORS[operator]
     if operator.startswith("qnn."):
