@@ -28,10 +28,15 @@ from relayquant.ir.rewrite.moves import MOVES
 from relayquant.ir.rewrite.rule import make_rule
 from relayquant.stages.preparation.branches import join_branches
 from relayquant.stages.preparation.cells.join import join_cells
-from relayquant.stages.preparation.channel_folding import ARITHMETIC, fold_channel_affine
+from relayquant.stages.preparation.channel_folding import (
+    ARITHMETIC,
+    fold_behind_concat,
+    fold_channel_affine,
+)
 from relayquant.stages.preparation.clamp import (
     CLAMPS,
     canonicalize_clamp,
+    clamp_inside_concat,
     prelu_to_leaky_relu,
     where_to_prelu,
 )
@@ -129,12 +134,14 @@ RULES: tuple[CanonicalRule, ...] = (
     make_rule(put_weight_second, "relax.matmul"),
     make_rule(merge_reshapes, "relax.reshape"),
     make_rule(fold_channel_affine, PROJECTION, *ARITHMETIC),
+    make_rule(fold_behind_concat, PROJECTION, *ARITHMETIC),
     make_rule(unflatten_dense, "relax.reshape"),
     make_rule(move_bias_inside, "relax.add"),
     make_rule(merge_constant_adds, "relax.add"),
     make_rule(join_branches, "relax.add"),
     make_rule(fill_norm_factors, *NORMS),
     make_rule(canonicalize_clamp, *CLAMPS),
+    make_rule(clamp_inside_concat, *CLAMPS),
     make_rule(choose_side, "relax.where"),
     make_rule(where_to_prelu, "relax.where"),
     make_rule(prelu_to_leaky_relu, "relax.nn.prelu"),

@@ -59,6 +59,11 @@ class Product:
     def is_bare(self) -> bool:
         return self.bias_var is None and self.pad_var is None
 
+    @property
+    def last(self) -> relax.Var:
+        """The value behind bias and pad."""
+        return [link for link in (self.var, self.bias_var, self.pad_var) if link is not None][-1]
+
 
 def fold_channel_affine(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """batch_norm(pad?(conv(x, w) + b?)) -> pad?(conv(x, w * s) + b * s) + t.
@@ -141,7 +146,78 @@ def _fold_scale(
     return pending[-1][1](data)
 
 
+def fold_behind_concat(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """batch_norm(concat(conv(x, v), conv(y, w))) -> concat(conv(x, v * s1) + t1, conv(y, w * s2) +
+    t2). Each part has its own channels of s and t, see `fold_channel_affine`.
+
+    The rule takes every per-channel affine operator behind products with constant weights that are
+    joined along their channels, if nothing else reads one of them.
+    """
+    for data in list_candidates(editor, var):
+        parts = read_joined(editor, data)
+        if not parts:
+            continue
+        axis, channels = parts[0].axis, sum(part.channels for part in parts)
+        whole = Product(data, editor.call_of(data), axis, channels)
+        affine = read_affine(editor, var, data, whole)
+        dtypes = {tensor_dtype(each) for part in parts for each in (var, part.call.args[1])}
+        if affine is None or len(dtypes) > 1 or not dtypes <= set(FLOATS):
+            continue
+        cuts = np.cumsum([part.channels for part in parts])[:-1]
+        scales, shifts = (
+            [None] * len(parts) if factors is None else np.split(factors, cuts)
+            for factors in (affine.scale, affine.shift)
+        )
+        triples = zip(parts, scales, shifts, strict=True)
+        owns = [ChannelAffine(part.last, *own) for part, *own in triples]
+        if not all(map(can_scale, parts, scales)):
+            return decline("the scaled weights are infinite")
+        joined = [_apply_affine(editor, *pair) for pair in zip(parts, owns, strict=True)]
+        return relax.op.concat(joined, axis)
+    return decline("no per-channel affine operator behind joined products with constant weights")
+
+
+def can_scale(product: Product, scale: np.ndarray | None) -> bool:
+    """Whether the dtype of a product holds its scaled weights."""
+    return scale is None or fits(_scale_weight(product, scale), tensor_dtype(product.var))
+
+
+def _apply_affine(editor: Editor, part: Product, affine: ChannelAffine) -> relax.Var:
+    """Define what an affine operator makes of a product without a pad."""
+    bias = None
+    if part.bias_var is not None:
+        bias = channel_operand(editor.call_of(part.bias_var), part)
+    if affine.scale is None:
+        total = affine.shift if bias is None else bias + affine.shift
+        expr = relax.op.add(part.var, make_bias(total, part, tensor_dtype(part.var)))
+    else:
+        expr = _fold_scale(editor, part.last, part, affine, bias)
+    name = f"{editor.names[part.last]}.folded"
+    return editor.define(part.last, expr, name, origin=part.last)
+
+
 # -- reading ---------------------------------------------------------------------------------------
+
+
+def read_joined(editor: Editor, var: relax.Var) -> list[Product]:
+    """Read a concat of products along their channels. Empty if it is none, or if something else
+    reads it or one of them.
+    """
+    call = editor.call_of(var)
+    if editor.op_name(var) != "relax.concat" or not editor.has_one_use(var):
+        return []
+    found: list[Product] = []
+    for part in getattr(call.args[0], "fields", ()):
+        product = read_chain(editor, part)
+        if product is None or product.pad_var is not None:
+            return []
+        links = [link for link in (product.var, product.bias_var) if link is not None]
+        if not all(map(editor.has_one_use, links)):
+            return []
+        if product.axis != int(call.attrs.axis) % var.ty.ndim:
+            return []
+        found.append(product)
+    return found
 
 
 def _find_product(editor: Editor, var: relax.Var) -> tuple[Product, ChannelAffine] | None:

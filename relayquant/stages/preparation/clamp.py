@@ -8,11 +8,13 @@ import math
 
 import numpy as np
 from tvm import relax
+from tvm.ir import Call
 
 from relayquant.ir.rewrite.editor import Clamp, Editor
 from relayquant.ir.rewrite.expressions import same_type
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.ir.rewrite.rule import Skip, decline
+from relayquant.stages.preparation.channel_folding import read_joined
 from relayquant.stages.preparation.tensors import (
     channel_values,
     is_float,
@@ -57,6 +59,26 @@ def canonicalize_clamp(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     if not merged:
         return decline("it clamps no clamp")
     return relax.op.clip(data, low, high)
+
+
+def clamp_inside_concat(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """relu(concat(conv(x, v), conv(y, w))) -> concat(relu(conv(x, v)), relu(conv(y, w))), and so
+    for clip, if nothing else reads one of the products.
+
+    The kernel of a product clamps its results, and their ranges need not hold what is cut off.
+    """
+    call = editor.call_of(var)
+    if editor.op_name(var) not in ("relax.nn.relu", "relax.clip") or not is_float(var):
+        return decline("no relu or clip of floats")
+    (data, *bounds), joined = call.args, []
+    parts = read_joined(editor, data) if isinstance(data, relax.Var) else []
+    if not parts:
+        return decline("no joined products that nothing else reads")
+    for part in parts:
+        clamped = Call(call.op, [part.last, *bounds], call.attrs)
+        name = f"{editor.names[part.last]}.clamped"
+        joined.append(editor.define(part.last, clamped, name, origin=part.last))
+    return relax.op.concat(joined, parts[0].axis)
 
 
 def list_clamps(

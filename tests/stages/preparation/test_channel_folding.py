@@ -89,6 +89,47 @@ def test_batch_norm_behind_bias__folded(check_prepared):
     check_prepared(before, expected)
 
 
+def test_batch_norm_behind_concat__folded_into_every_conv(check_prepared, check_same_numbers):
+    """Each part takes its own channels of scale and shift, also behind a bias of its own."""
+    first, second = draw(1, 3, 3, 3), draw(3, 3, 1, 1)
+    bias = draw(3)
+
+    @as_main
+    def before(x: R.Tensor((2, 3, 8, 8), "float32")):
+        a = R.nn.conv2d(x, const(first), padding=1)
+        b = R.nn.conv2d(x, const(second))
+        c = R.add(b, const(bias.reshape(1, 3, 1, 1)))
+        j = R.concat((a, c), axis=-3)
+        n = R.nn.batch_norm(j, G, B, M, V, axis=1, epsilon=1e-5, training=False)
+        return n[0]
+
+    @as_main
+    def expected(x: R.Tensor((2, 3, 8, 8), "float32")):
+        a = R.nn.conv2d(x, const(first * SCALE[0]), padding=1)
+        d = R.add(a, const(SHIFT[:1].reshape(1, 1, 1, 1)))
+        b = R.nn.conv2d(x, const(second * SCALE[1:, None, None, None]))
+        c = R.add(b, const((bias * SCALE[1:] + SHIFT[1:]).reshape(1, 3, 1, 1)))
+        return R.concat((d, c), axis=1)
+
+    check_prepared(before, expected)
+    check_same_numbers(before, draw(2, 3, 8, 8))
+
+
+@pytest.mark.parametrize("kind", ["input", "read twice", "along the rows"])
+def test_scale_behind_concat__stays_where_a_part_cannot_take_it(check_prepared, kind):
+    weight, axis = const(draw(4, 4, 1, 1)), 2 if kind == "along the rows" else 1
+    scale = const(draw(1, 4 if axis == 2 else 8, 1, 1))
+
+    @as_main
+    def before(x: R.Tensor((2, 4, 8, 8), "float32")):
+        a = R.nn.conv2d(x, weight)
+        b = x if kind == "input" else R.nn.conv2d(a if kind == "read twice" else x, weight)
+        j = R.concat((a, b), axis=axis)
+        return R.multiply(j, scale)
+
+    check_prepared(before, before)
+
+
 @pytest.mark.slow
 def test_batch_norm_behind_pad__shift_stays_behind(check_prepared, check_same_numbers):
     bias = const(BIAS.reshape(NCHW))

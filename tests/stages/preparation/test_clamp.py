@@ -64,6 +64,38 @@ def test_disjoint_clamps__constant_range(check_prepared):
     check_prepared(before, expected)
 
 
+def test_clamp_behind_concat__is_one_of_every_product(check_prepared, check_same_numbers):
+    weight, bias = (
+        relax.const(np.random.default_rng(0).standard_normal(shape, "float32"))
+        for shape in ((4, 3, 1, 1), (1, 4, 1, 1))
+    )
+
+    @as_main
+    def before(x: R.Tensor((2, 3, 5, 5), "float32")):
+        a = R.nn.conv2d(x, weight)
+        b = R.add(R.nn.conv2d(x, weight), bias)
+        return R.clip(R.concat((a, b), axis=1), 0.0, 6.0)
+
+    @as_main
+    def expected(x: R.Tensor((2, 3, 5, 5), "float32")):
+        a = R.clip(R.nn.conv2d(x, weight), 0.0, 6.0)
+        b = R.clip(R.add(R.nn.conv2d(x, weight), bias), 0.0, 6.0)
+        return R.concat((a, b), axis=1)
+
+    check_prepared(before, expected)
+    check_same_numbers(before, np.random.default_rng(1).normal(0, 4, (2, 3, 5, 5)).astype("f4"))
+
+
+def test_clamp_behind_concat__of_other_values_stays(check_prepared):
+    weight = relax.const(np.ones((3, 3, 1, 1), "float32"))
+
+    @as_main
+    def before(x: R.Tensor((2, 3, 5, 5), "float32")):
+        return R.nn.relu(R.concat((R.nn.conv2d(x, weight), x), axis=1))
+
+    check_prepared(before, before)
+
+
 def test_inner_clamp_used_twice__stays(check_prepared):
     @as_main
     def before(x: R.Tensor((2, 3), "float32")):
