@@ -10,10 +10,12 @@ import numpy as np
 from tvm import relax
 from tvm.ir import Call, GenericConst
 
+from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.base.runtime import align_array, view_constant
 from relayquant.codegen.eager.affine import AFFINE, AffineStep, read_affine
 from relayquant.codegen.eager.call import CallStep
 from relayquant.codegen.eager.chains import LINKS, find_chain, make_chain
+from relayquant.codegen.eager.exact_parts import split_weight
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import (
     ConstantOperand,
@@ -223,7 +225,7 @@ class Planner:
         self, root: relax.Var, axis: int, lay_out: Callable[[Call], Convolution | Matmul | Skip]
     ) -> Step | Skip:
         """Plan a product of integers by a constant weight with outputs at `axis`, if float32 holds
-        all sums.
+        all sums, or those of a few parts of the weight.
         """
         call = self.values[root]
         data, *constants = call.args[:4]
@@ -236,19 +238,22 @@ class Planner:
         if zero_point.size != 1 or np.dtype(dtype).itemsize > 2:
             return decline("there are several zero points, or the data is wide")
         none = np.zeros((0,), dtype)
-        centred, rows = center_factors(none, weight, zero_point, weight_zero, axis)
-        if centred.dtype != np.float32:
+        _, rows = center_factors(none, weight, zero_point, weight_zero, axis)
+        zero, (low, high) = int(zero_point.item()), INTEGER_LIMITS[dtype]
+        parts = split_weight(rows, axis, max(abs(low - zero), abs(high - zero)))
+        if not parts:
             return decline("float32 does not hold the sums")
         layout = lay_out(call)
         if isinstance(layout, Skip):
             return layout
+        out_dtype = str(call.attrs.out_dtype)
         step = IntegerProductStep(
             layout,
             self.find_object(root),
             self.operand(data),
-            int(zero_point.item()),
-            rows,
-            self.choose_sums(root, str(call.attrs.out_dtype)),
+            zero,
+            parts,
+            self.choose_sums(root, out_dtype) if len(parts) == 1 else out_dtype,
             self.kernels,
         )
         self.claimed.add(root)

@@ -458,6 +458,7 @@ class IntegerProductStep:
 
     Attributes:
         zero_point: Of the data.
+        weights: One, or parts whose sums are added as integers, see `split_weight`.
         dtype: Of the result. float32 if its reader takes the integers so.
     """
 
@@ -467,21 +468,25 @@ class IntegerProductStep:
         result: relax.Var,
         data: Operand,
         zero_point: int,
-        weight: np.ndarray,
+        weights: Sequence[np.ndarray],
         dtype: str,
         kernels: KernelCache,
     ) -> None:
         self.layout, self.result, self.data = layout, result, data
         self.zero_point, self.dtype = np.float32(zero_point), dtype
         self.product = ProductRunner(result.name, layout, kernels, is_exact=True)
-        self.weight = ProductWeight(self.product, weight)
+        self.weights = [ProductWeight(self.product, weight) for weight in weights]
 
     def run(self, frame: Frame) -> None:
         """Compute the sums."""
         x = self.layout.to_kernel(self.data.read(frame))
-        y = self.product.multiply(x, self.weight, zero_point=self.zero_point)
+        first, *others = self.weights
+        y = self.product.multiply(x, first, zero_point=self.zero_point)
         if self.dtype != "float32":
             y = y.astype("int32").astype(self.dtype, copy=False)
+        for weight in others:
+            part = self.product.multiply(x, weight, zero_point=self.zero_point)
+            np.add(y, part, out=y, casting="unsafe", dtype=self.dtype)
         frame.values[self.result] = self.layout.from_kernel(y)
 
 

@@ -10,6 +10,7 @@ from tvm import relax
 from tvm.relax import op
 
 from relayquant.codegen.eager import EagerModule, kernel_cache, product, windows
+from relayquant.codegen.eager.exact_parts import split_weight
 from relayquant.codegen.eager.kernel_cache import KernelCache, host_kernels
 from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d
 from relayquant.codegen.kernels.floating.gathered import GatheredProduct
@@ -209,10 +210,47 @@ def test_integers__run_on_a_float_kernel_and_stay_exact(shape, attrs):
     np.testing.assert_array_equal(have, want)
 
 
-def test_integers__sums_that_float32_does_not_hold_are_left_to_numpy():
-    w = np.full((8, 600), 127, "int8")
+@pytest.mark.parametrize(("columns", "is_kernel"), [(600, True), (2000, True), (2200, False)])
+def test_integers__sums_that_float32_does_not_hold_are_added_in_parts(columns, is_kernel):
+    w = np.full((8, columns), 127, "int8")
+    w[1::2] *= -1
     module = EagerModule(integer_model(w, 0))
-    assert not any(step.kernel for step in module.programs["main"].steps)
-    (have,) = module.run("main", [np.full((1, 5, 600), 255, "uint8")])
-    want = 255 * (127 - np.arange(8) % 3) * 600
+    assert any(step.kernel for step in module.programs["main"].steps) is is_kernel
+    (have,) = module.run("main", [np.full((1, 5, columns), 255, "uint8")])
+    want = 255 * (w[:, 0].astype(int) - np.arange(8) % 3) * columns
+    assert have.dtype == np.int32
     np.testing.assert_array_equal(have, np.broadcast_to(want, have.shape))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_integers__sums_of_a_convolution_in_parts(groups):
+    rng = np.random.default_rng(2)
+    w = rng.choice(np.array([-128, 127], "int8"), (16, 200, 1, 1)).repeat(3, 2).repeat(3, 3)
+    mod = integer_model(w, 10, groups=groups, padding=(1, 1, 1, 1))
+    x = rng.choice(np.array([0, 255], "uint8"), (2, 200 * groups, 6, 6))
+    x[0] = np.tile(np.where(w[0, :, :1, :1] > 0, 255, 0), (groups, 1, 1))
+    module = EagerModule(mod)
+    assert [s.var.name for s in module.programs["main"].steps if s.kernel] == ["y"]
+    (have,), centred = module.run("main", [x]), w.astype("int64")
+    centred -= (np.arange(len(w)) % 3).reshape(-1, 1, 1, 1)
+    want = convolve(x.astype("int64") - 10, centred, 1, 1, groups)
+    assert abs(want).max() > 1 << 24
+    np.testing.assert_array_equal(have, want)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 3])
+def test_split_weight__parts_add_up_and_float32_holds_their_sums(axis):
+    rng = np.random.default_rng(4)
+    weight = rng.integers(-128, 128, (9, 8, 7, 60)).astype("float64")
+    parts = split_weight(weight, axis, 255)
+    np.testing.assert_array_equal(sum(part.astype("float64") for part in parts), weight)
+    others = tuple(place for place in range(4) if place != axis)
+    assert all(np.abs(part).sum(axis=others).max() * 255 < 1 << 24 for part in parts)
+    assert len(parts) > 1 or axis == 3
+    assert all((part != 0).any() for part in parts)
+
+
+def test_split_weight__none_where_int32_or_few_parts_do_not_hold_the_sums():
+    assert split_weight(np.full((1, 1 << 14), 127.0), 0, 1 << 10) == []
+    assert split_weight(np.full((1, 10), 127.0), 0, 1 << 18) == []
+    assert split_weight(np.zeros((3, 0)), 0, 255)[0].shape == (3, 0)
