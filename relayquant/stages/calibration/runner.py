@@ -332,6 +332,7 @@ class _Run:
             for step in data_pass.steps[data_pass.steps.index(subgraphs) + 1 :]
             for other in step
             for name in (*other.inputs, *other.observed)
+            if name not in other.outputs  # it is computed again
         }
         replay = {
             name

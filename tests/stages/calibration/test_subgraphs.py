@@ -15,6 +15,7 @@ from relayquant.ir.reference import folding
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.function import make_main
 from relayquant.stages.calibration import subgraphs
+from relayquant.stages.calibration.store import ValueStore
 from relayquant.stages.calibration.subgraphs import split_graph
 
 
@@ -132,6 +133,49 @@ def test_split__large_value_of_few_operations_is_computed_again_if_values_are_st
     assert read(is_stored=True) == {"wide": [], "wider": ["x"], "out": ["x.d"]}
 
 
+def test_split__value_that_is_moved_and_rounded_is_computed_again_if_values_are_stored():
+    """Before: neighbouring slices that are joined, three times as large as "first", are stored for
+    the convolution that reads them. Expected: "first" is.
+    """
+
+    def body(emit, x):
+        first = emit("first", op.nn.relu(emit.conv("a", x, 8)))
+        whole = emit("whole", op.nn.pad(first, [1, 1, 0, 0, 0, 0, 0, 0]))
+        taps = [emit(f"tap{i}", op.strided_slice(whole, [0], [i], [i + 4])) for i in range(3)]
+        joined = emit("joined", op.concat(taps, 1))
+        return emit.conv("out", emit.conv("b", joined), 1)
+
+    prepared = rq.prepare(build_model(body, (4, 1, 128, 128)))
+    split = split_graph(prepared.graph, (), prepared.graph.fits, is_stored=True)
+    inputs = {
+        fit.operator: set(subgraph.inputs) for subgraph in split.subgraphs for fit in subgraph.fits
+    }
+    moved = {f"{name}{end}" for name in ("joined", "tap0", "whole") for end in ("", ".q", ".d")}
+    assert "first" in inputs["out"]
+    assert not inputs["out"] & moved
+
+
+def test_calibrate__stores_nothing_that_every_reader_computes_again(monkeypatch):
+    """Two convolutions read slices that are joined: each fit joins them itself."""
+
+    def body(emit, x):
+        first = emit("first", op.nn.relu(emit.conv("a", x, 8)))
+        joined = emit("joined", op.concat([first, first, first], 1))
+        return relax.Tuple([emit.conv("b", joined), emit.conv("c", joined)])
+
+    names, write = [], ValueStore.write
+    monkeypatch.setattr(subgraphs, "LARGE_MOVED", 1)
+    monkeypatch.setattr(
+        ValueStore,
+        "write",
+        lambda self, name, shard: names.append(name) or write(self, name, shard),
+    )
+    mod = build_model(body, (2, 3, 9, 9))
+    rq.calibrate(rq.prepare(mod), draw_batches(mod, 3))
+    assert "first" in names
+    assert not any(name.startswith("joined") for name in names)
+
+
 @pytest.mark.parametrize("model", [residual_model, branched_model])
 @pytest.mark.parametrize("order", rq.config.Order)
 def test_calibrate__has_the_same_bits_if_everything_is_computed_again(model, order, monkeypatch):
@@ -139,6 +183,7 @@ def test_calibrate__has_the_same_bits_if_everything_is_computed_again(model, ord
     prepared, batches = rq.prepare(mod), draw_batches(mod, 20)
     expected = rq.calibrate(prepared, batches, order=order)
     monkeypatch.setattr(subgraphs, "LARGE", 1)
+    monkeypatch.setattr(subgraphs, "LARGE_MOVED", 1)
     monkeypatch.setattr(subgraphs, "MOST_REPEATED", 1 << 20)
     monkeypatch.setattr(subgraphs, "LEAST_GROWTH", 0)
     found = rq.calibrate(prepared, batches, order=order)
