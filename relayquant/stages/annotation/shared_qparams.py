@@ -280,7 +280,8 @@ def spread_sharing(active: Sequence[OperatorMatch], partition: Partition) -> Non
 
 def join_concat_inputs(graph: Graph, active: Sequence[OperatorMatch], partition: Partition) -> None:
     """Give the inputs of a concat its parameters if nothing else reads them. Then the concat needs
-    no requantize.
+    no requantize. Parts of one value that are joined again, as neighbouring slices of a volume, are
+    moved only.
 
     A value with another reader must not wait for the concat's range, which may depend on that
     reader.
@@ -297,9 +298,17 @@ def join_concat_inputs(graph: Graph, active: Sequence[OperatorMatch], partition:
             members = partition.members(part)
             if find_fixed_calibration(members, by_root) is not None:
                 continue  # a sigmoid has a fixed range, unlike the values it is joined with
-            alone = all(graph.has_one_user(v) and graph.order[v] >= 0 for v, _ in members)
-            if alone:
+            values = {value for value, _ in members}
+            inside = values | {matched.root}
+            if all(graph.order[v] >= 0 and is_read_inside(graph, v, inside) for v in values):
                 partition.join(part, node)
+
+
+def is_read_inside(graph: Graph, var: relax.Var, inside: Collection[relax.Var]) -> bool:
+    """Whether the model does not return `var`, and only values of a collection are computed from
+    it.
+    """
+    return var not in graph.outputs and all(user in inside for user in graph.users[var])
 
 
 def join_tied(

@@ -282,6 +282,29 @@ def test_group__concat_asks_all_values_that_carry_the_parameters(source):
     assert sharing == expected
 
 
+@pytest.mark.parametrize("other", ["", "value", "whole", "tap1"])
+def test_group__concat_of_parts_of_one_value_keeps_its_parameters(other):
+    """Neighbouring slices that are joined are rounded once, unless another operator reads one of
+    the values.
+    """
+
+    def body(emit, x):
+        value = emit.conv("value", x)
+        whole = emit("whole", op.nn.pad(value, [0, 0, 0, 0, 1, 1, 0, 0]))
+        height = int(value.ty.shape[2])
+        taps = [emit(f"tap{i}", op.strided_slice(whole, [2], [i], [i + height])) for i in range(3)]
+        out = emit.conv("out", emit("joined", op.concat(taps, axis=1)))
+        known = {"value": value, "whole": whole, "tap1": taps[1]}
+        return relax.Tuple([out, emit.conv("other", known[other])]) if other else out
+
+    plan = plan_of(body)
+    moved = {"value", "whole", "tap0", "tap1", "tap2"}
+    group = plan.group("value")
+    assert set(group.members) == (moved if other else {*moved, "joined"})
+    assert group.points == ("value",)
+    assert plan.value_groups["joined"] == (("joined",) if other else ("value",))
+
+
 @pytest.mark.parametrize("first_reads", ["a", "r"])
 def test_group__first_consumer_picks_the_observer(first_reads):
     """In the order of the model, whatever the order of the values that share the parameters."""
