@@ -53,6 +53,7 @@ from relayquant.flow.refine.levels import keep_nearer
 from relayquant.flow.refine.look import look_again, look_at_samples
 from relayquant.flow.refine.loudness import follow_loudness
 from relayquant.flow.refine.prepared_edit import Changes, change_operators, review_prepared
+from relayquant.flow.refine.recurrent_data import widen_recurrent_data
 from relayquant.flow.refine.reverting import find_suspects, revert_operators, write_reverted
 from relayquant.flow.refine.search import open_search, start_search
 from relayquant.flow.refine.search_result import Choice, SearchOutcome
@@ -135,6 +136,7 @@ def finish_model(
     """Calibrated model -> integer module, with operators in float as `quantize_model` says."""
     run, few = settings.events.run_stage, pick_few(calibrated, sample)
     calibrated = keep_wide(calibrated, few, settings, recalibrate(dataset, settings))
+    calibrated = widen_recurrent_data(calibrated, few, settings, recalibrate(dataset, settings))
     qmod = run("lower", lower_module, run("convert", convert_model, calibrated), calibrated.backend)
     if settings.only_if_faster:
         stopwatch = start_stopwatch(dataset, calibrated)
@@ -246,9 +248,8 @@ def search_module(
     changed, module = search.take_best(build)
     if settings.only_if_faster:
         stopwatch = start_stopwatch(basis.data, calibrated)
-        changed, module = keep_faster(
-            changed, module, stopwatch, dataset, settings, search.accept_faster
-        )
+        accept = search.accept_faster
+        changed, module = keep_faster(changed, module, stopwatch, dataset, settings, accept)
     return search.finish(changed, module)
 
 
