@@ -24,7 +24,7 @@ from tvm.target import Target
 
 from relayquant.codegen.kernels.emit import IS_SCHEDULED
 from relayquant.codegen.schedule.block_analysis import Unschedulable, is_float
-from relayquant.codegen.schedule.scheduler import FunctionScheduler, unroll_parts
+from relayquant.codegen.schedule.scheduler import FunctionScheduler, split_sections
 from relayquant.ir.rewrite.function import add_functions
 
 logger = logging.getLogger("relayquant.codegen")
@@ -97,7 +97,7 @@ def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc:
         IRModule({"main": func}), debug_mask="none", error_render_level="fast", seed=1
     )
     FunctionScheduler(schedule, target).run()
-    return unroll_parts(schedule.mod["main"].with_attr(IS_SCHEDULED, True))
+    return split_sections(schedule.mod["main"].with_attr(IS_SCHEDULED, True))
 
 
 def fence_products(func: tirx.PrimFunc) -> tirx.PrimFunc:

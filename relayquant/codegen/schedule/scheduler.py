@@ -5,12 +5,14 @@ It inlines, tiles, vectorizes and parallelizes.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 
 import tvm_ffi
 from tvm import s_tir, tirx
-from tvm.ir import TensorLoad
+from tvm.ir import Call, TensorLoad
 from tvm.target import Target
 
 from relayquant.codegen.kernels.emit import LEAST_EXTENT, ceil_div
@@ -19,6 +21,7 @@ from relayquant.codegen.schedule.block_analysis import (
     SPATIAL,
     BlockInfo,
     Unschedulable,
+    call_name,
     constant,
     is_contiguous,
     is_copy,
@@ -47,9 +50,15 @@ INLINE_NODES = 400
 LONGEST_ROW = 1024
 #: Accumulator registers of one tile. AVX-512 and Arm have 32 vector registers, others 16.
 TILE_REGISTERS = {512: 12, 256: 6, 128: 8}
-#: Most parts of an axis that is split where the operands of a concatenation change, and the
-#: annotation of the loop over them.
-MOST_PARTS, IS_PARTS = 4, "relayquant.is_parts"
+#: Most sections of an axis that is split where the operands of a concatenation change, fewest
+#: elements of their vectors, and the annotation of the loop over parts: elements of one part.
+MOST_SECTIONS, LEAST_LANES, PART_SIZE = 64, 4, "relayquant.part_size"
+COMPARISONS = {
+    tirx.LT: operator.lt,
+    tirx.LE: operator.le,
+    tirx.GT: operator.gt,
+    tirx.GE: operator.ge,
+}
 #: Enough tasks to split evenly over the threads of a machine.
 PARALLEL_TASKS = 64
 
@@ -159,7 +168,7 @@ class FunctionScheduler:
     def split_joined(self, loops: Sequence[s_tir.schedule.LoopRV], info: BlockInfo) -> bool:
         """Split the last axis where a guard changes along it, as in a concatenation, and vectorize.
 
-        Returns whether there are such guards, and they change at multiples of whole vectors.
+        Returns whether there are such guards, and they change at multiples of vectors.
         """
         axis, lanes = info.spatial[-1], self.lanes(info.dtype_bits)
         part = constant(axis.dom.extent)
@@ -168,17 +177,17 @@ class FunctionScheduler:
         # None: a guard bounds the position, so that it is known in each part alone.
         if part is None or not guards or info.write.stride(axis.var) != 1 or strides - {0, 1, None}:
             return False
-        count = part
-        for guard in guards:
-            bound = find_bound(guard, axis.var)
+        bounds = {find_bound(guard, axis.var) for guard in guards}
+        for bound in bounds:
             if bound is None:
                 return False
             part = math.gcd(part, bound)
-        if part % lanes or count // part > MOST_PARTS:
+        lanes = math.gcd(part, lanes)
+        if lanes < LEAST_LANES or len(bounds) >= MOST_SECTIONS:
             return False
         sch = self.sch
         parts, _, inside = sch.split(loops[-1], [None, part // lanes, lanes])
-        sch.annotate(parts, IS_PARTS, True)
+        sch.annotate(parts, PART_SIZE, part)
         sch.vectorize(inside)
         self.parallelize(loops[:-1], info)
         return True
@@ -467,24 +476,71 @@ class FunctionScheduler:
         return True
 
 
-def unroll_parts(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Unroll loops over parts, so that TVM sees which operands each part takes.
+def split_sections(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Give the parts between two bounds of guards a loop of their own, without the guards.
 
-    TVM unrolls loops only after it has made vectors.
+    TVM would resolve the guards only where it unrolls loops, after it has made vectors.
+
+    for p in 7: y[p * 32 + j] = if_then_else(p * 32 + j < 64, a[..], b[..])
+        -> for p in 2: y[p * 32 + j] = a[..];  for p in 2..6: y[p * 32 + j] = b[..]
     """
 
-    def unroll(loop: tirx.For) -> tirx.Stmt:
-        if IS_PARTS not in loop.annotations:
+    def split(loop: tirx.For) -> tirx.Stmt:
+        if PART_SIZE not in loop.annotations:
             return loop
+        blocks: list[s_tir.SBlock] = []
+        tvm_ffi.structural_walk(loop.body, (s_tir.SBlock, blocks.append))
+        axis = blocks[0].iter_vars[-1].var
+        size, count = int(loop.annotations[PART_SIZE]), constant(loop.extent) or 0
+        found = {find_bound(each, axis) for each in list_conditions(loop.body)}
+        bounds = {bound // size for bound in found if bound is not None}
+        cuts = sorted({0, count, *(bound for bound in bounds if 0 < bound < count)})
+        return tirx.SeqStmt(
+            [write_section(loop, axis, size, cut) for cut in itertools.pairwise(cuts)]
+        )
 
-        def part(number: int) -> tirx.Stmt:
-            value = tirx.IntImm(str(loop.extent.ty), number)
-            take = (tirx.Var, lambda var: value if var.same_as(loop.loop_var) else var)
-            return tvm_ffi.structural_map(loop.body, take)
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.For, split)))
 
-        return tirx.SeqStmt([part(number) for number in range(constant(loop.extent) or 0)])
 
-    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.For, unroll)))
+def write_section(loop: tirx.For, axis: tirx.Var, size: int, parts: tuple[int, int]) -> tirx.Stmt:
+    """Return a loop over some of the parts, where all guards of `axis` are known."""
+    first, stop = parts
+
+    def resolve(expr: tirx.Expr) -> tirx.Expr:
+        while choice := read_choice(expr):
+            condition, yes, no = choice
+            if find_bound(condition, axis) is None:
+                break
+            expr = yes if holds(condition, axis, first * size) else no
+        return expr
+
+    def bind(realize: s_tir.SBlockRealize) -> s_tir.SBlockRealize:
+        """Only the axes of the block read the number of the part."""
+        values = [
+            tvm_ffi.structural_map(
+                value, (tirx.Var, lambda var: part if var.same_as(loop.loop_var) else var)
+            )
+            for value in realize.iter_values
+        ]
+        return s_tir.SBlockRealize(values, realize.predicate, realize.block)
+
+    # TVM's analysis knows a variable by one range.
+    part = tirx.Var(loop.loop_var.name, loop.loop_var.ty)
+    low, extent = (tirx.IntImm(str(loop.extent.ty), n) for n in (first, stop - first))
+    body = tvm_ffi.structural_map(
+        loop.body, [((Call, tirx.Select), resolve), (s_tir.SBlockRealize, bind)], order="pre"
+    )
+    return tirx.For(part, low, extent, loop.kind, body)
+
+
+def read_choice(expr: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr, tirx.Expr] | None:
+    """Return (condition, value if true, value if false) of a choice, else None."""
+    if isinstance(expr, tirx.Select):
+        return expr.condition, expr.true_value, expr.false_value
+    if isinstance(expr, Call) and call_name(expr) == "if_then_else":
+        condition, yes, no = expr.args
+        return condition, yes, no
+    return None
 
 
 def find_bound(guard: tirx.Expr, var: tirx.Var) -> int | None:
@@ -492,13 +548,19 @@ def find_bound(guard: tirx.Expr, var: tirx.Var) -> int | None:
 
     x < 64, 64 <= x  ->  64
     """
-    if not isinstance(guard, tirx.LT | tirx.LE | tirx.GT | tirx.GE):
+    if not isinstance(guard, tuple(COMPARISONS)):
         return None
     bound = constant(guard.b if guard.a.same_as(var) else guard.a)
     if bound is None or not (guard.a.same_as(var) or guard.b.same_as(var)):
         return None
     is_after = isinstance(guard, tirx.LE | tirx.GT) == guard.a.same_as(var)
     return bound + is_after
+
+
+def holds(guard: tirx.Expr, var: tirx.Var, value: int) -> bool:
+    """Whether a comparison that `find_bound` knows is true for this value of `var`."""
+    sides = (value if side.same_as(var) else constant(side) for side in (guard.a, guard.b))
+    return COMPARISONS[type(guard)](*sides)
 
 
 def leading_spatial(schedule: s_tir.Schedule, block: s_tir.schedule.SBlockRV) -> int:

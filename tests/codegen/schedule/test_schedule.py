@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 
 import numpy as np
@@ -25,7 +26,12 @@ from relayquant.codegen.schedule.schedule_pass import (
     schedule_functions,
     schedule_with_report,
 )
-from relayquant.codegen.schedule.scheduler import PARALLEL_WORK, FunctionScheduler, find_bound
+from relayquant.codegen.schedule.scheduler import (
+    PARALLEL_WORK,
+    FunctionScheduler,
+    find_bound,
+    holds,
+)
 from relayquant.ir.dialect import qnn
 from relayquant.ir.rewrite.function import make_main
 
@@ -441,6 +447,33 @@ def test_schedule__an_axis_is_split_where_a_concatenation_changes_operands(width
     assert scheduled_text(mod).count("T.vectorized") == vectors
 
 
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("widths", "lanes"),
+    [
+        ((64, *[32] * 9), [16] * 10), ((24, 8, 16), [8] * 3), ((4, 4, 12, 4), [4] * 4),
+        ((3, 16, 16), []), ((16,) * 65, [16]),
+    ],
+)  # fmt: skip
+def test_schedule__each_operand_of_a_concatenation_has_a_loop_in_vectors(widths, lanes):
+    """What follows the concatenation is in the loops. The last two would have too short vectors, or
+    too many loops: what follows is in vectors then, without it.
+    """
+
+    def chain(bb, *parts):
+        *parts, scale = parts
+        joined = bb.emit(relax.op.concat([*parts], axis=-1))
+        return bb.emit(relax.op.nn.relu(bb.emit(relax.op.multiply(joined, scale))))
+
+    shapes = [((5, 7, width), "float32") for width in widths] + [((sum(widths),), "float32")]
+    mod = make_module(chain, *shapes)
+    got, expected = run_both(mod, *(rng.standard_normal(s, "float32") for s, _ in shapes))
+    np.testing.assert_array_equal(got, expected)
+    text = scheduled_text(mod)
+    assert [int(n) for n in re.findall(r"T.vectorized\(T.int64\((\d+)", text)] == lanes
+    assert ("if_then_else" in text) == (len(lanes) < len(widths))
+
+
 @pytest.mark.parametrize(
     ("make", "bound"),
     [
@@ -453,3 +486,5 @@ def test_schedule__an_axis_is_split_where_a_concatenation_changes_operands(width
 def test_find_bound__first_value_beyond_a_comparison(make, bound):
     x = tirx.Var("x", "int64")
     assert find_bound(make(x), x) == bound
+    assert bound is None or holds(make(x), x, 63) != holds(make(x), x, 64)
+    assert bound is None or holds(make(x), x, 0) == holds(make(x), x, 63)
