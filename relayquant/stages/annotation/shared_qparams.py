@@ -305,10 +305,13 @@ def join_concat_inputs(graph: Graph, active: Sequence[OperatorMatch], partition:
 
 
 def is_read_inside(graph: Graph, var: relax.Var, inside: Collection[relax.Var]) -> bool:
-    """Whether the model does not return `var`, and only values of a collection are computed from
-    it.
+    """Whether one value is computed from `var`, or only slices that are in a collection, and the
+    model does not return it.
     """
-    return var not in graph.outputs and all(user in inside for user in graph.users[var])
+    are_slices = all(
+        user in inside and graph.op_name(user) == "relax.strided_slice" for user in graph.users[var]
+    )
+    return graph.has_one_user(var) or (are_slices and var not in graph.outputs)
 
 
 def join_tied(

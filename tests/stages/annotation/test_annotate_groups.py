@@ -305,6 +305,17 @@ def test_group__concat_of_parts_of_one_value_keeps_its_parameters(other):
     assert plan.value_groups["joined"] == (("joined",) if other else ("value",))
 
 
+def test_group__concat_of_a_value_and_its_maxima_has_its_own_parameters():
+    def body(emit, x):
+        value = emit.conv("value", x)
+        pooled = emit("pooled", op.nn.max_pool2d(value, (3, 3), padding=(1, 1)))
+        return emit.conv("out", emit("joined", op.concat([value, pooled], axis=1)))
+
+    plan = plan_of(body)
+    assert plan.group("value").members == ("value", "pooled")
+    assert plan.group("joined").members == ("joined",)
+
+
 @pytest.mark.parametrize("first_reads", ["a", "r"])
 def test_group__first_consumer_picks_the_observer(first_reads):
     """In the order of the model, whatever the order of the values that share the parameters."""
