@@ -26,7 +26,13 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from relayquant.codegen.checks.shape_rules import RULES, format_shape, read_shapes
+from relayquant.codegen.checks.shape_rules import (
+    RULES,
+    describe_misfit,
+    format_shape,
+    read_shapes,
+)
+from relayquant.errors import ModelError
 from relayquant.ir.rewrite.expressions import assume_sizes, list_bindings
 from relayquant.ir.rewrite.function import list_functions
 from relayquant.ir.rewrite.graph import call_name
@@ -130,6 +136,9 @@ def find_shape_check(
 
     `known` has each size that is bound before, in sizes that passes keep. A match_cast adds its
     own.
+
+    Raises:
+        ModelError: A slice has to be longer than what it is taken from.
     """
     if isinstance(binding, relax.MatchCast):
         conditions = compare_sizes(binding, known)
@@ -140,6 +149,7 @@ def find_shape_check(
         shapes = None if rule is None else read_shapes(call)
         if rule is None or shapes is None:
             return None
+        refuse_wrong_slice(binding.var.name, call)
         conditions = [substitute(each, known) for each in rule.list_conditions(shapes)]
         text = rule.text(shapes)
     # TVM compares numbers itself.
@@ -149,6 +159,21 @@ def find_shape_check(
     fits = tirx.all(*open_)
     text = f"{binding.var.name!r}, {text}"
     return ShapeCheck(binding.var.name, text, fits, find_sizes(fits))
+
+
+def refuse_wrong_slice(name: str, call: Call) -> None:
+    """Raise an error if a slice reaches beyond its operand for all sizes. TVM compares the sizes of
+    other operators itself, but for the loop nest of a slice it takes what the operator says.
+
+    Raises:
+        ModelError: It does.
+    """
+    if call_name(call) == "relax.strided_slice" and (misfit := describe_misfit(call)):
+        raise ModelError(
+            f"Value {name!r}, {misfit}, reads elements that are not there. "
+            "Fix the sizes of the model's values, or give its inputs larger sizes with shapes=.",
+            code="RQ206",
+        )
 
 
 def compare_sizes(cast: relax.MatchCast, known: dict[tirx.Var, Any]) -> list[Any]:

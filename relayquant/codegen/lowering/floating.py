@@ -486,7 +486,8 @@ def lower_matmul(context: FloatContext, root: relax.Var) -> Lowered | Skip:
     if len(other) == 2 and isinstance(weight, GenericConst):
         chain = context.follow(root, outputs[0])
         concat, epilogue = context.choose_epilogue(chain)
-        spec = FloatDense((*leading, inner), outputs[0], epilogue)
+        # The run time checks that a symbolic depth is the depth of the weights.
+        spec = FloatDense((*leading, int(other[0])), outputs[0], epilogue)
         narrow = read_bf16_dense(spec)
         if context.bf16 is not None and narrow is not None:
             taps = np.ascontiguousarray(weight.value.numpy().T)

@@ -11,6 +11,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.codegen.checks.shape_rules import describe_misfit
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite.expressions import op_name, shape_of
 from relayquant.ir.rewrite.function import mutate_functions
@@ -29,8 +30,15 @@ PRODUCTS = frozenset(
         "qnn.batch_matmul",
     )
 )
-#: Operators that read elements at indices.
-READERS = ("relax.take", "relax.gather_elements", "relax.gather_nd")
+#: Operators that read or write elements of their first operand at indices, the second one.
+AT_INDICES = (
+    "relax.take",
+    "relax.gather_elements",
+    "relax.gather_nd",
+    "relax.scatter_elements",
+    "relax.scatter_nd",
+    "relax.vision.roi_align",
+)
 #: Operators that refuse an axis of size 0, whatever the size of their result.
 STRICT = frozenset(("relax.argmax", "relax.argmin"))
 
@@ -51,12 +59,14 @@ class Filling(relax.PyExprMutator):
     def visit_call_(self, call: Call) -> relax.Expr:  # pyright: ignore[reportIncompatibleMethodOverride]
         visited: Any = self.visit_expr_post_order(call)
         name = op_name(visited) if isinstance(visited, Call) else ""
+        if name in AT_INDICES:
+            refuse_empty_axis(name, call)
         if not is_on_tensors(name) or not isinstance(call.ty, relax.TensorType):
             return visited
-        if has_no_element(call) or (name in PRODUCTS and any(map(has_no_element, call.args[:2]))):
-            return relax.op.zeros(relax.ShapeExpr(shape_of(call)), tensor_dtype(call))
-        refuse_empty_axis(name, call)
-        return visited
+        adds_nothing = name in PRODUCTS and any(map(has_no_element, call.args[:2]))
+        if not (adds_nothing or has_no_element(call)) or describe_misfit(call):
+            return visited  # a misfit is an error that comes later
+        return relax.op.zeros(relax.ShapeExpr(shape_of(call)), tensor_dtype(call))
 
 
 def is_on_tensors(name: str) -> bool:
@@ -72,26 +82,31 @@ def has_no_element(value: relax.Expr) -> bool:
 
 
 def refuse_empty_axis(name: str, call: Call) -> None:
-    """Raise an error if elements of an axis of size 0 are read.
+    """Raise an error if an index counts an axis of size 0: compiled code would read or write memory
+    of others.
 
     Raises:
         ModelError: The axis has no element, whatever the index.
     """
-    if name in READERS and 0 in [static_size(size) for size in list_read_sizes(name, call)]:
+    if has_no_element(call.args[1]):  # there is no index
+        return
+    if 0 in map(static_size, list_indexed_sizes(name, call)):
         raise ModelError(
-            f"Operator {name} reads an axis of size 0, which has no element, whatever the index. "
-            "Give the axis a size of 1 or more.",
+            f"Operator {name} is given indices of an axis of size 0, which has no element, "
+            "whatever the index. Give the axis a size of 1 or more.",
             code="RQ206",
         )
 
 
-def list_read_sizes(name: str, call: Call) -> list[Any]:
-    """Return the sizes of the axes that the indices of a call count."""
-    data, indices = map(shape_of, call.args)
-    if not data:
-        return []
-    if name == "relax.gather_nd":
-        first = int(call.attrs.batch_dims)
+def list_indexed_sizes(name: str, call: Call) -> list[Any]:
+    """Return the sizes of the axes of the first operand whose elements have an index."""
+    data, indices = shape_of(call.args[0]), shape_of(call.args[1])
+    if not data or name.endswith("_elements"):
+        return data  # a place of the indices is one of the data, but for one axis
+    if name == "relax.vision.roi_align":
+        return data[:1]
+    if name.endswith("_nd"):
+        first = int(getattr(call.attrs, "batch_dims", 0))
         depth = static_size(indices[-1]) if indices else None
         return data[first : first + (depth or 0)]
     axis = call.attrs.axis

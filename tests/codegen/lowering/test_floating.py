@@ -441,6 +441,23 @@ def test_lower_float__weights_that_are_no_constants_are_packed_at_run_time():
     assert "float_batch_matmul" in operators
 
 
+@pytest.mark.parametrize("leading", [(3,), (2, 3), ("n",), ("n", "m")])
+def test_lower_float__rows_of_any_length_are_as_long_as_the_weights(leading):
+    """The run time compares the sizes."""
+    rng, weight = np.random.default_rng(5), np.random.default_rng(6).standard_normal((5, 16))
+    sizes = [tirx.Var(n, "int64") if isinstance(n, str) else n for n in (*leading, "k")]
+    mod = make_module(
+        lambda bb, x: bb.emit(relax.op.matmul(x, relax.const(weight, "float32"))), tuple(sizes)
+    )
+    shape = [n if isinstance(n, int) else 3 for n in leading]
+    machine = rq.Executor(rq.compile(mod))
+    x = rng.standard_normal((*shape, 5)).astype("float32")
+    (found,) = machine.run("main", [x])
+    np.testing.assert_allclose(found, x @ weight, rtol=1e-4, atol=1e-5)
+    with pytest.raises(rq.errors.DataError, match="allowed: float32 of shape"):
+        machine.run("main", [x[..., :4]])
+
+
 @pytest.mark.parametrize("batch", [(1,), (2, 3)])
 def test_lower_float__products_of_activations(batch):
     rng = np.random.default_rng(5)

@@ -121,16 +121,31 @@ def test_compile__sums_of_no_products_with_a_batch_of_the_run_time(name):
 
 
 @pytest.mark.parametrize(
-    ("operator", "indices"),
+    ("operator", "operands", "attributes"),
     [
-        ("Gather", np.zeros(2, "int64")),
-        ("GatherElements", np.zeros((2, 3), "int64")),
-        ("GatherND", np.zeros((2, 1), "int64")),
+        ("Gather", (floats(0, 3), np.zeros(2, "int64")), {}),
+        ("GatherElements", (floats(0, 3), np.zeros((2, 3), "int64")), {}),
+        ("GatherND", (floats(0, 3), np.zeros((2, 1), "int64")), {}),
+        ("ScatterElements", (floats(0, 3), np.zeros((2, 3), "int64"), floats(2, 3)), {}),
+        ("ScatterND", (floats(0, 3), np.zeros((2, 1), "int64"), floats(2, 3)), {}),
+        ("RoiAlign", (floats(0, 1, 8, 8), floats(3, 4), np.zeros(3, "int64")), {}),
     ],
 )
-def test_compile__no_index_fits_an_axis_of_size_0(operator, indices):
-    """Compiled code would read memory of others."""
-    node = helper.make_node(operator, ["x", "at"], ["y"])
-    mod, _ = rq.load(make_onnx([node], {"x": floats(0, 3), "at": indices}))
+def test_compile__no_index_fits_an_axis_of_size_0(operator, operands, attributes):
+    """Compiled code would read or write memory of others."""
+    inputs = {f"x{k}": array for k, array in enumerate(operands)}
+    node = helper.make_node(operator, [*inputs], ["y"], **attributes)
+    mod, _ = rq.load(make_onnx([node], inputs))
     with pytest.raises(ModelError, match="axis of size 0, which has no element"):
+        rq.compile(mod)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_compile__no_row_of_indices_is_beyond_the_data(rows):
+    """The indices have two rows, which compiled code would read from memory of others."""
+    inputs = {"x": floats(rows, 2), "at": np.zeros((2, 2), "int64")}
+    mod, _ = rq.load(
+        make_onnx([helper.make_node("GatherElements", [*inputs], ["y"], axis=1)], inputs)
+    )
+    with pytest.raises(ModelError, match="reads elements that are not there"):
         rq.compile(mod)
