@@ -10,6 +10,7 @@ from tvm import relax
 from tvm.target import Target
 
 from relayquant.codegen.checks.inputs import create_input_checks
+from relayquant.codegen.checks.shape_rules import describe_misfit
 from relayquant.codegen.checks.shapes import create_shape_checks, find_shape_checks
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
 from relayquant.codegen.kernels.isa.select import select_bf16
@@ -77,7 +78,7 @@ def make_pipeline(
         bf16 = select(find_float_precision(mod)) if precision is None else chosen
         mod = settle_inner_sizes(write_products(mod))
         checks = find_shape_checks(mod)
-        mod = fill_empty_values(mod)
+        mod = fill_empty_values(mod, describe_misfit)
         if has_integer_main(mod):
             mod = split_int64_sums(subtract_zero_points(mod))
         mod = make_pixel_blocks(convert_layout(mark_spreads(lay_sequences(mod))))

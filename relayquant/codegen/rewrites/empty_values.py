@@ -5,13 +5,13 @@ Tiles, panels and parts of kernels are counted from sizes, which must be 1 or mo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tvm
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.codegen.checks.shape_rules import describe_misfit
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite.expressions import op_name, shape_of
 from relayquant.ir.rewrite.function import mutate_functions
@@ -43,18 +43,24 @@ AT_INDICES = (
 STRICT = frozenset(("relax.argmax", "relax.argmin"))
 
 
-def fill_empty_values(mod: tvm.IRModule) -> tvm.IRModule:
+def fill_empty_values(mod: tvm.IRModule, describe_misfit: Callable[[Call], str]) -> tvm.IRModule:
     """Rewrite operators whose result has no element, and sums of no products, to zeros.
+
+    Those for which `describe_misfit` returns a text stay: their sizes are an error.
 
     Raises:
         ModelError: An operator reads elements of an axis that has none.
     """
-    return mutate_functions(mod, Filling(mod))
+    return mutate_functions(mod, Filling(mod, describe_misfit))
 
 
 @relax.expr_functor.mutator
 class Filling(relax.PyExprMutator):
     """Mutator that replaces calls on nothing."""
+
+    def __init__(self, mod: tvm.IRModule, describe_misfit: Callable[[Call], str]) -> None:
+        super().__init__(mod)
+        self.describe_misfit = describe_misfit
 
     def visit_call_(self, call: Call) -> relax.Expr:  # pyright: ignore[reportIncompatibleMethodOverride]
         visited: Any = self.visit_expr_post_order(call)
@@ -64,8 +70,8 @@ class Filling(relax.PyExprMutator):
         if not is_on_tensors(name) or not isinstance(call.ty, relax.TensorType):
             return visited
         adds_nothing = name in PRODUCTS and any(map(has_no_element, call.args[:2]))
-        if not (adds_nothing or has_no_element(call)) or describe_misfit(call):
-            return visited  # a misfit is an error that comes later
+        if not (adds_nothing or has_no_element(call)) or self.describe_misfit(call):
+            return visited
         return relax.op.zeros(relax.ShapeExpr(shape_of(call)), tensor_dtype(call))
 
 
