@@ -111,6 +111,22 @@ def legalize_astype(builder: relax.BlockBuilder, call: Call) -> Any:
     return builder.call_te(compute_narrow, *call.args, primfunc_name_hint="astype")
 
 
+def legalize_filling(builder: relax.BlockBuilder, call: Call) -> Any:
+    """Legalize a tensor of equal numbers, as large as another. In bfloat16 the number is spread:
+    TVM does not compile vectors of a bfloat16 constant.
+    """
+    dtype, name = tensor_dtype(call), call_name(call)
+    if dtype != "bfloat16":
+        return legalize_as_tvm(builder, call)
+    if name == "relax.full_like":
+        number = call.args[1]
+    else:
+        number = relax.const(float(name == "relax.ones_like"), "float32")
+    wide = builder.emit(relax.op.astype(number, "float32"))
+    spread = builder.emit(relax.op.broadcast_to(wide, call.ty.shape))
+    return relax.op.astype(spread, dtype)
+
+
 def legalize_batch_norm(builder: relax.BlockBuilder, call: Call) -> Any:
     """Legalize batch_norm(x) with its axis counted from 0. TVM knows no axis -1."""
     (axis,) = list_axes([call.attrs.axis], call.args[0].ty.ndim)
@@ -238,6 +254,7 @@ LEGALIZATIONS = {
     **dict.fromkeys(("relax.sign", "relax.negative"), legalize_sign),
     "relax.sinh": legalize_sinh,
     "relax.cosh": legalize_cosh,
+    **dict.fromkeys(("relax.full_like", "relax.ones_like", "relax.zeros_like"), legalize_filling),
     "relax.nn.batch_norm": legalize_batch_norm,
     "relax.nn.layer_norm": legalize_layer_norm,
     "relax.nn.selu": legalize_selu,

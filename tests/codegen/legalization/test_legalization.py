@@ -359,3 +359,17 @@ def test_batch_norm__of_an_axis_counted_from_the_end():
     mean, variance = data.mean((0, 1)), data.var((0, 1))
     expected = (data - mean) / np.sqrt(variance + 1e-5) * scale + shift
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["full_like", "ones_like", "zeros_like"])
+def test_filling__of_bfloat16_in_vectors(name):
+    """TVM does not compile a vector of a bfloat16 constant."""
+    data = np.ones((4, 32), "float32").astype("bfloat16")
+    number = relax.const(np.array(2.5, "float32").astype("bfloat16"))
+    numbers = [number] if name == "full_like" else []
+    expected = {"full_like": 2.5, "ones_like": 1, "zeros_like": 0}[name]
+    check_exactly(
+        lambda x: getattr(relax.op, name)(x, *numbers),
+        np.full((4, 32), expected, "float32").astype("bfloat16"),
+        data,
+    )
