@@ -58,6 +58,8 @@ REDUCTIONS = {
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "int32", "int64"])
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reduction_of_integers__has_pytorchs_dtype(name, dtype):
+    if (name, dtype) == ("place of the extreme", "bool"):
+        pytest.skip("PyTorch does not look for an extreme among truths")
     numbers = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 100, (3, 4))
     x = torch.from_numpy(numbers).to(getattr(torch, dtype))
     assert_same_bits(REDUCTIONS[name], x)
