@@ -76,6 +76,9 @@ def run_command(words: list[str], *, is_process: bool = False) -> int:
     except BrokenPipeError:
         return ExitCode.CUT_OFF
     except KeyboardInterrupt as stop:
+        # `python -m` ends by the signal instead of the code if the signal met a text that `exec`
+        # runs, until it runs another one.
+        exec("")
         return fail(output, ExitCode.INTERRUPTED, stop)
     except Exception as error:
         if is_debug:

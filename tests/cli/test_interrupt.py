@@ -230,6 +230,29 @@ def test_interrupt__at_any_time_and_twice(script, words, ends_with, said) -> Non
     assert said in printed
 
 
+#: A command whose signal meets what Python makes of a text, as when it makes a dataclass.
+IN_A_TEXT = """
+import sys
+from types import SimpleNamespace
+from relayquant import cli
+def run(*_):
+    exec("import time; print(flush=True); time.sleep(60)")
+cli.import_module = lambda name: SimpleNamespace(run=run)
+sys.exit(cli.main())
+"""
+
+
+def test_interrupt__of_a_module_that_runs_a_text(tmp_path: Path) -> None:
+    """`python -m` would end by the signal, though the signal was heard."""
+    (tmp_path / "in_a_text.py").write_text(IN_A_TEXT)
+    process = start_python("-m", "in_a_text", "inspect", "x86", cwd=tmp_path)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=50)
+    assert (process.returncode, said) == (130, "relayquant: interrupted\n")
+
+
 def test_workers__end_at_once() -> None:
     """Ctrl-C does not wait for the shards that workers are at. A result would be `None`."""
     at_work: list[Future[None]] = []
