@@ -54,10 +54,12 @@ def widen_recurrent_data(
     Args:
         prepared: A calibrated model with its mapping.
         batches: A few samples, inputs of the float model by name.
-        settings: With a mapping of the user's, or effort "fast", nothing changes.
+        settings: With a mapping of the user's, dtypes for inputs or outputs, or effort "fast",
+            nothing changes.
         calibrate: See `change_operators`.
     """
-    if settings.qconfig_mapping is not None or settings.level is Effort.FAST:
+    is_asked = settings.qconfig_mapping is not None
+    if is_asked or settings.input_dtypes or settings.output_dtypes or settings.level is Effort.FAST:
         return prepared
     changes = find_wider_data(prepared)
     if not changes:
@@ -82,7 +84,7 @@ def widen_recurrent_data(
 
 
 def pass_through(plan: Plan, names: Collection[str], *, is_fitted: bool) -> Iterator[OperatorPlan]:
-    """Yield the quantized operators, with the data of those in `names` not rounded. Unless
+    """Yield the quantized operators. The ones in `names` read data that is not rounded. Unless
     `is_fitted`, their weights are rounded to nearest.
     """
     keys = {dict(plan.operator(name).operands)["data"] for name in names}

@@ -13,22 +13,22 @@ import relayquant as rq
 INPUTS, UNITS, STEPS = 6, 24, 12
 
 
-def make_model(size: float):
-    """An LSTM that reads a dense layer; `size` of the LSTM's weights."""
+def make_model(size: float, *, has_dense: bool = True):
+    """An LSTM that reads a dense layer, or the input; `size` of the LSTM's weights."""
     rng, rows = np.random.default_rng(0), 4 * UNITS
 
     def draw(*shape: int) -> np.ndarray:
         return (rng.normal(size=shape) / shape[-1] ** 0.5).astype("float32")
 
-    weights = {
-        "D": draw(INPUTS, UNITS),
-        "W": np.float32(size) * draw(1, rows, UNITS),
+    dense = {"D": draw(INPUTS, UNITS)} if has_dense else {}
+    weights = dense | {
+        "W": np.float32(size) * draw(1, rows, UNITS if has_dense else INPUTS),
         "R": np.float32(size) * draw(1, rows, UNITS),
     }
-    nodes = [
-        helper.make_node("MatMul", ["X", "D"], ["dense"], "dense"),
-        helper.make_node("LSTM", ["dense", "W", "R"], ["Y"], "layer", hidden_size=UNITS),
-    ]
+    data = "dense" if has_dense else "X"
+    nodes = [helper.make_node("LSTM", [data, "W", "R"], ["Y"], "layer", hidden_size=UNITS)]
+    if has_dense:
+        nodes.insert(0, helper.make_node("MatMul", ["X", "D"], ["dense"], "dense"))
     return make_onnx(nodes, {"X": (STEPS, 1, INPUTS)}, "Y", weights, 14)
 
 
@@ -77,3 +77,12 @@ def test_quantize__data_keeps_8_bits__without_a_clear_gain_or_if_it_must_be_fast
     qmod = quantize(make_model(size), effort=effort)
     assert "recurrent" not in rq.ledger(qmod).choices
     assert "int16" not in find_dtypes(qmod)
+
+
+@pytest.mark.slow
+def test_quantize__inputs_keep_the_dtype_that_was_asked_for() -> None:
+    model = make_model(3.0, has_dense=False)
+    assert "recurrent" in rq.ledger(quantize(model)).choices
+    qmod = quantize(model, input_dtypes={0: "int8"})
+    assert "recurrent" not in rq.ledger(qmod).choices
+    assert str(qmod["main"].params[0].ty.dtype) == "int8"
