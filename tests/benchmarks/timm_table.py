@@ -48,7 +48,7 @@ LARGEST_PICTURE = 256
 
 
 def export_network(name: str, file: Path) -> None:
-    """Write a network as ONNX, with statistics of batch norms that are not those of a new one."""
+    """Write a network as ONNX. Its batch norms have statistics as after training."""
     import timm  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(0)

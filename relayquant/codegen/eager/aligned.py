@@ -2,7 +2,7 @@
 
 numpy aligns arrays to 16 bytes, so that a kernel which reads one copies it first. Beyond 32 MB the
 system also clears each new page: concat of 50 MB then takes twice the time. `empty_aligned` spares
-both. The numbers are those of the reference, bit for bit.
+both. The numbers equal the reference's, bit for bit.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ class Planner:
         self, root: relax.Var, axis: int, lay_out: Callable[[Call], Convolution | Matmul | Skip]
     ) -> Step | Skip:
         """Plan a product of integers by a constant weight with outputs at `axis`, if float32 holds
-        all sums, or those of a few parts of the weight.
+        all sums, or the sums of a few parts of the weight.
         """
         call = self.values[root]
         data, *constants = call.args[:4]

@@ -49,7 +49,7 @@ def fill_empty_values(mod: tvm.IRModule, describe_misfit: Callable[[Call], str])
     Those for which `describe_misfit` returns a text stay: their sizes are an error.
 
     Raises:
-        ModelError: An operator reads elements of an axis that has none.
+        ModelError: An index counts an axis of size 0.
     """
     return mutate_functions(mod, Filling(mod, describe_misfit))
 

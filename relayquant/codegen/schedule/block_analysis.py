@@ -237,13 +237,17 @@ def list_repeating(expr: tirx.Expr) -> list[Call]:
 
 def list_conditions(expr: tirx.Expr) -> list[tirx.Expr]:
     """List the conditions that guard a part of `expr`, as in padding."""
-    conditions = []
-    for node in list_nodes(expr):
-        if isinstance(node, tirx.Select):
-            conditions.append(node.condition)
-        elif isinstance(node, Call) and call_name(node) == "if_then_else":
-            conditions.append(node.args[0])
-    return conditions
+    return [choice[0] for node in list_nodes(expr) if (choice := read_choice(node))]
+
+
+def read_choice(expr: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr, tirx.Expr] | None:
+    """Return (condition, value if true, value if false) of a choice, else None."""
+    if isinstance(expr, tirx.Select):
+        return expr.condition, expr.true_value, expr.false_value
+    if isinstance(expr, Call) and call_name(expr) == "if_then_else":
+        condition, yes, no = expr.args
+        return condition, yes, no
+    return None
 
 
 def pick_width(extent: int, lanes: int, least: int = 2) -> int:

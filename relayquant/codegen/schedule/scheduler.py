@@ -21,7 +21,6 @@ from relayquant.codegen.schedule.block_analysis import (
     SPATIAL,
     BlockInfo,
     Unschedulable,
-    call_name,
     constant,
     is_contiguous,
     is_copy,
@@ -36,6 +35,7 @@ from relayquant.codegen.schedule.block_analysis import (
     mentions,
     pick_width,
     read_block,
+    read_choice,
     tirx_bits,
 )
 from relayquant.codegen.schedule.flat_positions import FUSED_AXES
@@ -53,6 +53,7 @@ TILE_REGISTERS = {512: 12, 256: 6, 128: 8}
 #: Most sections of an axis that is split where the operands of a concatenation change, fewest
 #: elements of their vectors, and the annotation of the loop over parts: elements of one part.
 MOST_SECTIONS, LEAST_LANES, PART_SIZE = 64, 4, "relayquant.part_size"
+#: comparison that a guard may be -> its value for two numbers
 COMPARISONS = {
     tirx.LT: operator.lt,
     tirx.LE: operator.le,
@@ -477,7 +478,7 @@ class FunctionScheduler:
 
 
 def split_sections(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Give the parts between two bounds of guards a loop of their own, without the guards.
+    """Split loops over parts where a guard changes. Each section is a loop without guards.
 
     TVM would resolve the guards only where it unrolls loops, after it has made vectors.
 
@@ -531,16 +532,6 @@ def write_section(loop: tirx.For, axis: tirx.Var, size: int, parts: tuple[int, i
         loop.body, [((Call, tirx.Select), resolve), (s_tir.SBlockRealize, bind)], order="pre"
     )
     return tirx.For(part, low, extent, loop.kind, body)
-
-
-def read_choice(expr: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr, tirx.Expr] | None:
-    """Return (condition, value if true, value if false) of a choice, else None."""
-    if isinstance(expr, tirx.Select):
-        return expr.condition, expr.true_value, expr.false_value
-    if isinstance(expr, Call) and call_name(expr) == "if_then_else":
-        condition, yes, no = expr.args
-        return condition, yes, no
-    return None
 
 
 def find_bound(guard: tirx.Expr, var: tirx.Var) -> int | None:

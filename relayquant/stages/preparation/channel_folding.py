@@ -80,10 +80,7 @@ def fold_channel_affine(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     weight_dtype = tensor_dtype(product.call.args[1])
     if tensor_dtype(var) != weight_dtype or weight_dtype not in FLOATS:
         return decline("the dtypes of weight and result differ, or are not float")
-    bias = None
-    if product.bias_var is not None:
-        bias_call = editor.call_of(product.bias_var)
-        bias = channel_operand(bias_call, product)
+    bias = _read_bias(editor, product)
     if affine.scale is None:
         return _fold_shift(editor, var, product, affine, bias)
     return _fold_scale(editor, var, product, affine, bias)
@@ -184,9 +181,7 @@ def can_scale(product: Product, scale: np.ndarray | None) -> bool:
 
 def _apply_affine(editor: Editor, part: Product, affine: ChannelAffine) -> relax.Var:
     """Define what an affine operator makes of a product without a pad."""
-    bias = None
-    if part.bias_var is not None:
-        bias = channel_operand(editor.call_of(part.bias_var), part)
+    bias = _read_bias(editor, part)
     if affine.scale is None:
         total = affine.shift if bias is None else bias + affine.shift
         expr = relax.op.add(part.var, make_bias(total, part, tensor_dtype(part.var)))
@@ -218,6 +213,12 @@ def read_joined(editor: Editor, var: relax.Var) -> list[Product]:
             return []
         found.append(product)
     return found
+
+
+def _read_bias(editor: Editor, product: Product) -> np.ndarray | None:
+    """Return the bias of each channel, if a product has one."""
+    bias = product.bias_var
+    return None if bias is None else channel_operand(editor.call_of(bias), product)
 
 
 def _find_product(editor: Editor, var: relax.Var) -> tuple[Product, ChannelAffine] | None:

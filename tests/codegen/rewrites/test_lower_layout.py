@@ -193,8 +193,8 @@ ON_AXIS = {
 @pytest.mark.parametrize("axis", [-4, -3, -2, -1])
 @pytest.mark.parametrize("name", ON_AXIS)
 def test_convert_layout__axes_counted_from_the_end(name, axis):
-    """On an input beside a convolution, and on the map, which the pass gives another layout. The
-    numbers are those of TVM alone with the axis counted from the start.
+    """On an input beside a convolution, and on the map, which the pass gives another layout. TVM
+    alone gives the same numbers for the axis counted from the start.
     """
 
     def build(axis):

@@ -286,7 +286,7 @@ def test_functions__of_a_bfloat16_that_is_read_twice(name):
 def test_expand_math__of_what_is_the_same_in_all_lanes(name):
     """Products of numbers that do not depend on the position, alone and beside one that does.
 
-    The numbers that LLVM makes vectors of are those of the C library.
+    LLVM makes vectors of numbers that the C library computed.
     """
     function = getattr(relax.op, name.removeprefix("tirx."))
     x = relax.Var("x", relax.TensorType((1,), "float32"))

@@ -17,7 +17,7 @@ from relayquant.errors import ModelError, format_count
 
 #: Most rows of a convolution, and most elements of a state, that are believed of a file.
 MOST_KERNEL, MOST_STATE = 64, 1 << 31
-#: Parts of latent attention whose matrices are those of all heads.
+#: Parts of latent attention that have a matrix for each head.
 LATENT = ("latent_keys", "latent_values")
 #: A tensor of a source -> the parts that it consists of, and the rows of each.
 Joined = Mapping[str, Mapping[str, np.ndarray]]
