@@ -271,16 +271,20 @@ def format_tables(results: Results, rows: Sequence[str], kinds: Sequence[str]) -
     return "\n".join(lines)
 
 
+def shorten_cpu(cpu: str) -> str:
+    """ "x (rocketlake +amx-int8 +sgx)" -> "x (rocketlake), with AMX"."""
+    short = re.sub(" [+-][^ )]+", "", cpu)
+    return f"{short}, with AMX" if "+amx-int8" in cpu else short
+
+
 def format_summary(results: Results, rows: Sequence[str]) -> str:
-    """One table in Markdown: best times of int8, with a column for each CPU, without the features
-    in which it differs from LLVM's.
-    """
+    """One table in Markdown: best times of int8, with a column for each CPU."""
     threads = list_threads(results)
     lines = [
         f"Latency of int8 models in ms, batch 1, {' / '.join(map(format_threads, threads))}. In "
         "parentheses: how many times as long the faster of OpenVINO and ONNX Runtime takes.",
         "",
-        *head_table(["model", *(re.sub(" [+-][^ )]+", "", cpu) for cpu in results)]),
+        *head_table(["model", *map(shorten_cpu, results)]),
     ]
     for row in rows:
         cells = []

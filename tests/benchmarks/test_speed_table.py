@@ -82,7 +82,7 @@ def test_format_summary__a_column_for_each_cpu():
     table = speed_table.format_summary(results, ["KWT-1", "ResNet-18"]).splitlines()
     assert "1 thread / 2 threads" in table[0]
     assert table[2:6] == [
-        "| model | both (x) | a CPU | another |",
+        "| model | both (x), with AMX | a CPU | another |",
         "|---|---|---|---|",
         "| KWT-1 | - | - | - / 1.00 (- / 2.50) |",
         "| ResNet-18 | 2.00 / - (1.25 / -) | 2.00 / - (1.50 / -) | - / 1.00 (- / 2.50) |",
