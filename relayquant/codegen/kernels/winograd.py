@@ -16,16 +16,19 @@ Source: A. Lavin and S. Gray, Fast Algorithms for Convolutional Neural Networks,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
+import numpy as np
 from tvm.script.ir_builder import tirx as T
 
 from relayquant.codegen.kernels.conv_shape import Conv2dShape
 from relayquant.codegen.kernels.emit import (
     alloc_vectors,
+    alloc_workspace,
     ceil_div,
     emit_prefetch,
     load_vector,
@@ -76,6 +79,16 @@ class PanelRange:
 
     first: Expr
     end: Expr
+
+    def locate_next(self, point: Expr, index: Expr, panels: int) -> Expr:
+        """Number of the panel of weights behind panel `index` of the part and of element `point`.
+
+        It may be of the next element. An element has `panels` panels.
+        """
+        count = self.end - self.first
+        following = point * panels + self.first + index + 1
+        following += T.floordiv(index + 1, count) * (panels - count)  # of the next element
+        return T.min(following, POINTS * panels - 1)
 
 
 @dataclass(frozen=True)
@@ -190,24 +203,102 @@ def loop_over_shares(grid: TileGrid, batch: Any, panels: int) -> Iterator[Share]
         yield Share(grid, n, first, count, own)
 
 
-def transform_tile(
+@dataclass(frozen=True)
+class TileMemory:
+    """Memory of a thread for transformed activations and their products, of all 36 elements.
+
+    Attributes:
+        grid: The tiles.
+        channels: Channels of activations, and of the products of the largest part.
+        dtypes: Types of activations and products.
+        lanes: Lanes of a vector of 4 bytes each.
+        is_common: Whether all threads read the transformed activations of all images.
+    """
+
+    grid: TileGrid
+    channels: tuple[int, int]
+    dtypes: tuple[str, str]
+    lanes: int
+    is_common: bool
+
+    @cached_property
+    def input_stride(self) -> int:
+        """Distance between elements of transformed activations.
+
+        It is one vector more than the tiles need, or all 36 might fall into one set of the cache.
+        """
+        tiles = prod(self.grid.tiles) if self.is_common else self.grid.most_tiles
+        return tiles * self.channels[0] + 4 * self.lanes // np.dtype(self.dtypes[0]).itemsize
+
+    @cached_property
+    def sum_stride(self) -> int:
+        """Distance between elements of the products."""
+        return self.grid.most_tiles * self.channels[1] + self.lanes
+
+
+@dataclass(frozen=True)
+class TileSteps:
+    """What a kernel computes in its own arithmetic.
+
+    Attributes:
+        transform: (transformed activations, tile, origin) -> B d B' of the tile, all channels.
+            Tile 0 begins at the origin.
+        multiply: (transformed activations, origin, products, share) -> for every element,
+            activations times weights of the share's part. The share begins at the origin.
+        finish: (products, tile, share) -> the results of the tile, all channels of the part.
+    """
+
+    transform: Callable[[Buffer, TileResults, Expr], None]
+    multiply: Callable[[Buffer, Expr, Buffer, Share], None]
+    finish: Callable[[Buffer, TileResults, Share], None]
+
+
+def emit_shares(memory: TileMemory, steps: TileSteps, batch: Any, panels: int) -> None:
+    """Emit all results for padded activations, one share of the work after the other."""
+    grid, size = memory.grid, POINTS * memory.input_stride
+    rows, cols = grid.tiles
+    with ExitStack() as held:
+
+        def allocate(elements: Expr, dtype: str) -> Buffer:
+            return held.enter_context(view_buffers(alloc_workspace(elements, dtype)))[0]
+
+        common = allocate(batch * size, memory.dtypes[0]) if memory.is_common else None
+        if common is not None:
+            with loop_over((batch, rows, cols), grid.is_parallel) as (n, row, col):
+                at = grid.locate_results(n, row, col, row * cols + col)
+                steps.transform(common, at, n * size)
+        share = held.enter_context(loop_over_shares(grid, batch, panels))
+        sums = allocate(POINTS * memory.sum_stride, memory.dtypes[1])
+        if common is not None:
+            origin = T.bind(share.image * size + share.first_row * (cols * memory.channels[0]))
+            steps.multiply(common, origin, sums, share)
+        else:
+            inputs = allocate(size, memory.dtypes[0])
+            with share.loop_over_tiles() as at:
+                steps.transform(inputs, at, 0)
+            steps.multiply(inputs, 0, sums, share)
+        with share.loop_over_tiles() as at:
+            steps.finish(sums, at, share)
+
+
+def transform_columns(
     load: Callable[[int, Expr], Expr],
     transform: Callable[[list[Expr]], list[Expr]],
     count: int,
     lanes: int,
-) -> Iterator[list[Expr]]:
-    """Yield M v M' of a 6x6 tile v of float32 vectors, row by row.
+    dtype: str,
+) -> list[list[Expr]]:
+    """Emit M v for a 6x6 tile v of vectors. Return its rows: a load of a vector for each column.
 
     `transform` multiplies M, which has `count` rows, by a column. load(i, j) is an element of v.
     """
     # All columns of a row, one after the other.
-    rows = [view_buffer(buffer) for buffer in alloc_vectors(count, IN * lanes, "float32")]
+    rows = [view_buffer(buffer) for buffer in alloc_vectors(count, IN * lanes, dtype)]
     with T.unroll(IN) as j:
         column = [T.bind(load(i, j)) for i in range(IN)]
         for row, value in zip(rows, transform(column), strict=True):
             store_vector(row, value, j * lanes, lanes)
-    for row in rows:
-        yield transform([load_vector(row, j * lanes, lanes) for j in range(IN)])
+    return [[load_vector(row, j * lanes, lanes) for j in range(IN)] for row in rows]
 
 
 def view_buffer(buffer: Buffer) -> Buffer:

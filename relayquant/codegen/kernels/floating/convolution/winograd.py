@@ -17,9 +17,8 @@ kernels of ncnn.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod, sqrt
 
 import numpy as np
@@ -29,12 +28,10 @@ from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.emit import (
     CACHE_LINE,
-    alloc_workspace,
     build_kernel,
     ceil_div,
     constant,
     emit_prefetch,
-    loop_over,
     store_vector,
 )
 from relayquant.codegen.kernels.expansion import Expanded, Expansion
@@ -61,10 +58,12 @@ from relayquant.codegen.kernels.winograd import (
     PanelRange,
     Share,
     TileGrid,
+    TileMemory,
     TileResults,
+    TileSteps,
     can_transform,
-    loop_over_shares,
-    transform_tile,
+    emit_shares,
+    transform_columns,
     view_buffers,
 )
 
@@ -144,23 +143,15 @@ class FloatWinogradPlan:
         )
 
     @cached_property
-    def input_stride(self) -> int:
-        """Distance between elements of transformed activations.
-
-        It is one vector more than the tiles need, or all 36 might fall into one set of the cache.
-        """
-        tiles = prod(self.grid.tiles) if self.is_common else self.grid.most_tiles
-        return tiles * self.spec.in_channels + self.isa.lanes
+    def memory(self) -> TileMemory:
+        """Memory for transformed activations and their products."""
+        channels = self.spec.in_channels, self.sum_channels
+        return TileMemory(self.grid, channels, ("float32",) * 2, self.isa.lanes, self.is_common)
 
     @cached_property
     def sum_channels(self) -> int:
         """Channels of the products of the largest part."""
         return ceil_div(self.panels.full, self.parts) * self.panels.blocks * self.isa.lanes
-
-    @cached_property
-    def sum_stride(self) -> int:
-        """Distance between elements of the products."""
-        return self.grid.most_tiles * self.sum_channels + self.isa.lanes
 
     @cached_property
     def weight_size(self) -> int:
@@ -201,38 +192,15 @@ def make_winograd(spec: FloatConv2d, isa: FloatIsa, name: str = "float_winograd"
         )
         image = emit_padding(spec, isa, x, plan.grid.is_parallel) if any(spec.padding) else x
         with view_buffers(image) as [pixels]:
-            emit_shares(plan, FloatOperands(pixels, weight, bias, residual, y))
+            operands = FloatOperands(pixels, weight, bias, residual, y)
+            steps = TileSteps(
+                partial(emit_inputs, plan, pixels),
+                partial(emit_products, plan, weight),
+                partial(emit_results, plan, operands),
+            )
+            emit_shares(plan.memory, steps, spec.batch, plan.panels.full)
 
     return build_kernel(name, body)
-
-
-def emit_shares(plan: FloatWinogradPlan, operands: FloatOperands) -> None:
-    """Emit all results for padded activations, one share of the work after the other."""
-    spec, grid = plan.spec, plan.grid
-    rows, cols = grid.tiles
-    size = POINTS * plan.input_stride
-    with ExitStack() as held:
-
-        def allocate(elements: Expr) -> Buffer:
-            return held.enter_context(view_buffers(alloc_workspace(elements, "float32")))[0]
-
-        inputs = allocate(spec.batch * size) if plan.is_common else None
-        if inputs is not None:
-            with loop_over((spec.batch, rows, cols), grid.is_parallel) as (n, row, col):
-                at = grid.locate_results(n, row, col, row * cols + col)
-                emit_inputs(plan, operands.data, inputs, at, n * size)
-        share = held.enter_context(loop_over_shares(grid, spec.batch, plan.panels.full))
-        sums = allocate(POINTS * plan.sum_stride)
-        origin: Expr = 0
-        if inputs is None:
-            inputs = allocate(size)
-            with share.loop_over_tiles() as at:
-                emit_inputs(plan, operands.data, inputs, at, 0)
-        else:
-            origin = T.bind(share.image * size + share.first_row * (cols * spec.in_channels))
-        emit_products(plan, operands.weight, inputs, origin, sums, share)
-        with share.loop_over_tiles() as at:
-            emit_results(plan, operands, sums, at, share)
 
 
 def emit_inputs(
@@ -248,10 +216,10 @@ def emit_inputs(
         def load(i: int, j: Expr) -> Expr:
             return load_vector(image, source + (i * width + j) * channels, lanes)
 
-        rows = transform_tile(load, lambda d: transform_inputs(d, lanes), IN, lanes)
+        rows = transform_columns(load, lambda d: transform_inputs(d, lanes), IN, lanes, "float32")
         for i, row in enumerate(rows):
-            for j, value in enumerate(row):
-                store_vector(inputs, value, first + (i * IN + j) * plan.input_stride, lanes)
+            for j, value in enumerate(transform_inputs(row, lanes)):
+                store_vector(inputs, value, first + (i * IN + j) * plan.memory.input_stride, lanes)
 
 
 def transform_inputs(d: list[Expr], lanes: int) -> list[Expr]:
@@ -296,8 +264,9 @@ def emit_products(
         panel = T.bind(own.first + index)
         first = T.bind(T.min(step * height, tiles - height))
         base = T.bind((point * panels.full + panel) * (channels * panels.blocks * lanes))
-        origin = T.bind(first_input + point * plan.input_stride + first * channels)
-        target = T.bind(point * plan.sum_stride + first * outputs + index * (panels.blocks * lanes))
+        origin = T.bind(first_input + point * plan.memory.input_stride + first * channels)
+        start = point * plan.memory.sum_stride + first * outputs
+        target = T.bind(start + index * (panels.blocks * lanes))
 
         ahead = locate_ahead(plan, point, index, own, step)
 
@@ -330,15 +299,11 @@ def locate_ahead(
 ) -> Expr:
     """Locate the share of a tile in fetching the weights of the next panel.
 
-    The next panel may be of the next element. Transformed weights of many channels come from the
-    last-level cache.
+    Transformed weights of many channels come from the last-level cache.
     """
     channels, panels = plan.spec.in_channels, plan.panels
     size = channels * panels.blocks * plan.isa.lanes
-    count = own.end - own.first
-    following = point * panels.full + own.first + index + 1
-    following += T.floordiv(index + 1, count) * (panels.full - count)  # of the next element
-    following = T.min(following, POINTS * panels.full - 1)
+    following = own.locate_next(point, index, panels.full)
     share = channels * plan.ahead
     return T.bind(following * size + T.min(step * share, size - share))
 
@@ -361,14 +326,14 @@ def emit_results(
         source = T.bind(at.number * plan.sum_channels + v * lanes)
 
         def load(i: int, j: Expr) -> Expr:
-            return load_vector(sums, source + (i * IN + j) * plan.sum_stride, lanes)
+            return load_vector(sums, source + (i * IN + j) * plan.memory.sum_stride, lanes)
 
         added = T.bind(load_vector(bias, first, lanes)) if bias is not None else None
-        rows = transform_tile(load, lambda m: transform_sums(m, lanes), OUT, lanes)
+        rows = transform_columns(load, lambda m: transform_sums(m, lanes), OUT, lanes, "float32")
         for i, row in enumerate(rows):
             targets = [start + (i * width + j) * pitch for j in range(OUT)]
             finish = finish_into(unbiased, spec.epilogue, targets, [first], lanes)
-            for j, value in enumerate(row):
+            for j, value in enumerate(transform_sums(row, lanes)):
                 finish(j, 0, value if added is None else value + added)
 
 

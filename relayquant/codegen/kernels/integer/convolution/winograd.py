@@ -1,11 +1,11 @@
 """Specification of an integer 3x3 convolution -> its kernel by Winograd's F(4x4, 3x3).
 
-All arithmetic is in exact integers.
+The algorithm, its chunks and its symbols are described in `kernels.winograd`. All arithmetic is in
+exact integers:
 
     576 y = A (sum over i of (G w[i] G') * (B d[i] B')) A'
 
-d[i] are 6x6 activations of channel i, w[i] its 3x3 weights, y the 4x4 results, * is elementwise: 36
-products instead of 144. With the matrices below everything is an integer:
+With the matrices below everything is an integer:
 
 - For activations within -128..127, B d B' is at most 100 * 128 = 12,800, which fits int16.
 - For int8 weights, G w G' is at most 144 * 128 = 18,432, which fits int16.
@@ -19,25 +19,20 @@ the packed bias is 576 times as large, and is added to this element.
 So results are equal to the direct form, bit for bit. A product of int16 takes twice as long as one
 of bytes with VNNI: half of the time remains, plus the transforms; a quarter without VNNI.
 
-An image is processed in chunks of tile rows that fit the second-level cache. For each chunk: B d B'
-of all tiles, then for each of the 36 elements a matrix product of tiles by channels, then the
-results of all tiles. If there are few chunks, B d B' of the whole image is computed first, and the
-output channels of each chunk are split into several parts, for many threads. Every chunk reads all
-weights, which have eight times the bytes of the direct form's. The tiles of a panel fetch the next
-panel. If the last-level cache is slow (`WinogradTiming.far_bytes`), chunks are larger than the
-weights.
+If the output channels of chunks are split into parts, B d B' of the whole image is computed first.
+Every chunk reads all weights, which have eight times the bytes of the direct form's. The tiles of a
+panel fetch the next panel. If the last-level cache is slow (`WinogradTiming.far_bytes`), chunks are
+larger than the weights.
 
-Source of B and A: A. Lavin and S. Gray, Fast Algorithms for Convolutional Neural Networks, 2015,
-section 4.3. Rows of G are multiplied by 24, 24, 24, 24, 24 and 12, columns of A by the remaining
-factors.
+Source of B and A: Lavin and Gray, see `kernels.winograd`. Rows of G are multiplied by 24, 24, 24,
+24, 24 and 12, columns of A by the remaining factors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 import numpy as np
@@ -51,12 +46,10 @@ from relayquant.codegen.kernels.emit import (
     STORE_COST,
     WEIGHT_COST,
     alloc_vectors,
-    alloc_workspace,
     build_kernel,
     ceil_div,
     constant,
     load_vector,
-    loop_over,
     store_vector,
     vector,
 )
@@ -92,11 +85,14 @@ from relayquant.codegen.kernels.winograd import (
     OUT,
     POINTS,
     PanelRange,
+    Share,
     TileGrid,
+    TileMemory,
     TileResults,
+    TileSteps,
     can_transform,
-    loop_over_shares,
-    view_buffer,
+    emit_shares,
+    transform_columns,
     view_buffers,
 )
 
@@ -187,25 +183,18 @@ class WinogradPlan:
         return lanes if self.spec.in_channels % lanes == 0 else self.isa.lanes
 
     @cached_property
-    def input_stride(self) -> int:
-        """Distance between elements of transformed activations.
-
-        It is one cache line more than the tiles need, or all 36 might fall into one set of the
-        cache.
-        """
-        tiles = prod(self.grid.tiles) if self.parts > 1 else self.grid.most_tiles
-        return tiles * self.spec.in_channels + 2 * self.isa.lanes
+    def memory(self) -> TileMemory:
+        """Memory for transformed activations, which all parts read, and for their products."""
+        channels = self.spec.in_channels, self.sum_channels
+        return TileMemory(
+            self.grid, channels, ("int16", "int32"), self.isa.lanes, is_common=self.parts > 1
+        )
 
     @cached_property
     def sum_channels(self) -> int:
         """Channels of the products of the largest part."""
         panels = ceil_div(self.product.panels, self.parts)
         return min(panels * self.product.panel_channels, self.spec.out_channels)
-
-    @cached_property
-    def sum_stride(self) -> int:
-        """Distance between elements of the products."""
-        return self.grid.most_tiles * self.sum_channels + self.isa.lanes
 
     @property
     def scales_results(self) -> bool:
@@ -289,44 +278,14 @@ def build_winograd(spec: Conv2d, isa: Isa, name: str = "conv2d", *shapes: Shape)
         )
         image = emit_prepared_image(operands.data, spec, with_signed_activations(isa))
         with view_buffers(image.data) as [pixels]:
-            emit_shares(plan, operands, replace(image, data=pixels))
+            steps = TileSteps(
+                partial(emit_inputs, plan, replace(image, data=pixels)),
+                partial(emit_products, plan, operands),
+                partial(emit_results, plan, operands),
+            )
+            emit_shares(plan.memory, steps, spec.batch, plan.product.panels)
 
     return build_kernel(name, body)
-
-
-def emit_shares(plan: WinogradPlan, operands: Operands, image: Image) -> None:
-    """Emit all results for padded activations, one share of the work after the other."""
-    spec, grid = plan.spec, plan.grid
-    rows, cols = grid.tiles
-    with ExitStack() as held:
-        common = None
-        if plan.parts > 1:  # all parts read the same activations
-            size = spec.batch * POINTS * plan.input_stride
-            (common,) = held.enter_context(view_buffers(alloc_workspace(size, "int16")))
-            with loop_over((spec.batch, rows, cols), grid.is_parallel) as (n, row, col):
-                at = grid.locate_results(n, row, col, row * cols + col)
-                emit_inputs(plan, image, common, at, n * (POINTS * plan.input_stride))
-        share = held.enter_context(loop_over_shares(grid, spec.batch, plan.product.panels))
-        size = POINTS * plan.sum_stride
-        (sums,) = held.enter_context(view_buffers(alloc_workspace(size, "int32")))
-        if common is None:
-            size = POINTS * plan.input_stride
-            (inputs,) = held.enter_context(view_buffers(alloc_workspace(size, "int16")))
-            origin: Expr = 0
-            with share.loop_over_tiles() as at:
-                emit_inputs(plan, image, inputs, at, 0)
-        else:
-            start = share.image * (POINTS * plan.input_stride)
-            inputs = common
-            origin = T.bind(start + share.first_row * (cols * spec.in_channels))
-        emit_products(plan, operands, inputs, origin, sums, share.tiles, share.own)
-        with share.loop_over_tiles() as at:
-            emit_results(plan, operands, sums, at, share.own)
-
-
-def alloc_columns(rows: int, lanes: int, dtype: str) -> list[Buffer]:
-    """Allocate `rows` rows of a half-finished transform, each with all columns in order."""
-    return [view_buffer(buffer) for buffer in alloc_vectors(rows, IN * lanes, dtype)]
 
 
 def with_signed_activations(isa: Isa) -> Isa:
@@ -347,17 +306,15 @@ def emit_inputs(
     with T.serial(channels // lanes) as v:
         source, first = T.bind(start + v * lanes), T.bind(origin + at.number * channels + v * lanes)
 
-        columns = alloc_columns(IN, lanes, "int16")
-        with T.unroll(IN) as j:
-            starts = [source + (i * image.width + j) * channels for i in range(IN)]
-            values = [T.Cast(wide, load_vector(image.data, i, lanes)) for i in starts]
-            transformed = transform_inputs([T.bind(value) for value in values], lanes)
-            for column, value in zip(columns, transformed, strict=True):
-                store_vector(column, value, j * lanes, lanes)
-        for i, column in enumerate(columns):
-            row = [T.bind(load_vector(column, j * lanes, lanes)) for j in range(IN)]
+        def load(i: int, j: Expr) -> Expr:
+            at = source + (i * image.width + j) * channels
+            return T.Cast(wide, load_vector(image.data, at, lanes))
+
+        rows = transform_columns(load, lambda d: transform_inputs(d, lanes), IN, lanes, "int16")
+        for i, row in enumerate(rows):
+            row = [T.bind(value) for value in row]
             for j, value in enumerate(transform_inputs(row, lanes)):
-                store_vector(inputs, value, first + (i * IN + j) * plan.input_stride, lanes)
+                store_vector(inputs, value, first + (i * IN + j) * plan.memory.input_stride, lanes)
 
 
 def transform_inputs(d: list[Expr], lanes: int) -> list[Expr]:
@@ -387,8 +344,7 @@ def emit_products(
     inputs: Buffer,
     origin: Expr,
     sums: Buffer,
-    tiles: Expr,
-    own: PanelRange,
+    share: Share,
 ) -> None:
     """Emit for every element: transformed activations times transformed weights of a part.
 
@@ -396,6 +352,7 @@ def emit_products(
     """
     product, channels, outputs = plan.product, plan.spec.in_channels, plan.sum_channels
     lanes, tile = product.isa.lanes, product.tile
+    tiles, own = share.tiles, share.own
     image = Image(inputs, 1, product.spec.width)
     steps = ceil_div(tiles, tile.cols)
     with T.grid(POINTS, own.end - own.first, steps) as (point, index, step):
@@ -405,7 +362,7 @@ def emit_products(
         place = Placement((1, product.spec.width), first_weight=weights)
         at = replace(
             locate_tile(product, image, place, *[T.int32(0)] * 4, panel),
-            origin=origin + point * plan.input_stride + first * channels,
+            origin=origin + point * plan.memory.input_stride + first * channels,
         )
         chains = [alloc_vectors(tile.cols * tile.blocks, lanes) for _ in range(tile.chains)]
         for acc in (acc for accs in chains for acc in accs):
@@ -419,13 +376,13 @@ def emit_products(
             pixel, block = divmod(slot, tile.blocks)
             channel = at.out_channels[block] - own.first * product.panel_channels
             target = (first + pixel) * outputs + channel
-            store_vector(sums, total, point * plan.sum_stride + target, lanes)
+            store_vector(sums, total, point * plan.memory.sum_stride + target, lanes)
 
 
 def plan_prefetch(
     plan: WinogradPlan, point: Expr, index: Expr, own: PanelRange, step: Expr
 ) -> Prefetch:
-    """Plan what a tile fetches of the weights of the next panel, which may be of the next element.
+    """Plan what a tile fetches of the weights of the next panel.
 
     Transformed weights of many channels come from the last-level cache.
     """
@@ -433,19 +390,16 @@ def plan_prefetch(
     size = product.panel_vectors * product.isa.weight_vector
     tiles = ceil_div(plan.grid.least_tiles, product.tile.cols)
     share = ceil_div(product.tile.blocks * product.isa.weight_vector, tiles)
-    panels = own.end - own.first
-    following = point * product.panels + own.first + index + 1
-    following += T.floordiv(index + 1, panels) * (product.panels - panels)  # of the next element
-    following = T.min(following, POINTS * product.panels - 1)
+    following = own.locate_next(point, index, product.panels)
     start = T.min(step * (product.words * share), size - product.words * share)
     return Prefetch(following * size + start, share)
 
 
 def emit_results(
-    plan: WinogradPlan, operands: Operands, sums: Buffer, at: TileResults, own: PanelRange
+    plan: WinogradPlan, operands: Operands, sums: Buffer, at: TileResults, share: Share
 ) -> None:
     """Emit the epilogue for the sums of one tile, for all channels of a part."""
-    spec, isa, lanes = plan.spec, plan.isa, plan.isa.lanes
+    spec, isa, lanes, own = plan.spec, plan.isa, plan.isa.lanes, share.own
     (height, width), channels = spec.out_size, spec.out_channels
     start = ((at.image * height + at.row) * width + at.col) * spec.result_channels
     inverse = constant("int32", INVERSE_OF_9, lanes)
@@ -456,15 +410,13 @@ def emit_results(
         source = T.bind(at.number * plan.sum_channels + v * lanes)
         target = T.bind(start + (first + spec.first_result))
 
-        columns = alloc_columns(OUT, lanes, "int32")
-        with T.unroll(IN) as j:
-            starts = [source + (i * IN + j) * plan.sum_stride for i in range(IN)]
-            values = [T.bind(load_vector(sums, i, lanes)) for i in starts]
-            for column, value in zip(columns, transform_sums(values, lanes), strict=True):
-                store_vector(column, value, j * lanes, lanes)
+        def load(i: int, j: Expr) -> Expr:
+            return load_vector(sums, source + (i * IN + j) * plan.memory.sum_stride, lanes)
+
+        rows = transform_columns(load, lambda m: transform_sums(m, lanes), OUT, lanes, "int32")
         bias = T.bind(load_vector(operands.bias, first, lanes))
-        for i, column in enumerate(columns):
-            row = [T.bind(load_vector(column, j * lanes, lanes)) for j in range(IN)]
+        for i, row in enumerate(rows):
+            row = [T.bind(value) for value in row]
             row[BIASED] = T.bind(emit_wrapping(Wrapping.SUBTRACT, row[BIASED], bias, lanes))
             totals = []
             for value in transform_sums(row, lanes):
