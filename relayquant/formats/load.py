@@ -32,7 +32,7 @@ from relayquant.formats.readers.causal_lm.sources import (
     import_folder,
     import_gguf,
 )
-from relayquant.formats.readers.onnx.inputs import Inputs
+from relayquant.formats.readers.onnx.graph.inputs import Inputs
 from relayquant.formats.readers.state import pair_state
 from relayquant.relay import decode_params, from_json, from_text, is_relay_json
 

@@ -20,7 +20,7 @@ import relayquant as rq
 from relayquant.errors import ModelError
 from relayquant.formats.load import load
 from relayquant.formats.readers import import_onnx
-from relayquant.formats.readers.onnx.convolutions import resolve_auto_pad
+from relayquant.formats.readers.onnx.operators.convolutions import resolve_auto_pad
 from relayquant.ir.rewrite.graph import call_name, tensor_shape
 
 OPSETS = [11, 13, 17, 21]

@@ -10,7 +10,7 @@ from onnx_models import make_onnx
 from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
-from relayquant.formats.readers.onnx.fixed_sizes import fix_sizes, read_shape
+from relayquant.formats.readers.onnx.graph.fixed_sizes import fix_sizes, read_shape
 from relayquant.ir.rewrite.graph import tensor_shape
 
 RNG = np.random.default_rng(0)

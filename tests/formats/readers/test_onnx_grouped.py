@@ -18,7 +18,7 @@ import relayquant as rq
 from relayquant.base.packing import count_bytes, count_groups, pack_codes, unpack_codes
 from relayquant.base.runtime import Executor
 from relayquant.errors import ModelError
-from relayquant.formats.readers.onnx.foreign import FOREIGN, OF_FRONTEND
+from relayquant.formats.readers.onnx.foreign.table import FOREIGN, OF_FRONTEND
 from relayquant.ir.dialect import qnn
 from relayquant.ir.rewrite import Graph
 

@@ -14,7 +14,7 @@ from onnx_runtime import run_onnxruntime
 import relayquant as rq
 from relayquant.base.runtime import Executor
 from relayquant.errors import ModelError
-from relayquant.formats.readers.onnx.inference import MAX_VALUE
+from relayquant.formats.readers.onnx.graph.inference import MAX_VALUE
 
 SHAPE = (3, 4)
 HUGE = 2**33

@@ -17,7 +17,7 @@ from onnx_runtime import run_onnxruntime
 from tvm import relax
 
 import relayquant as rq
-from relayquant.formats.readers.onnx.broadcast import ELEMENTWISE
+from relayquant.formats.readers.onnx.operators.broadcast import ELEMENTWISE
 
 RNG = np.random.default_rng(11)
 

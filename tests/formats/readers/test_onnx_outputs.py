@@ -19,7 +19,7 @@ from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
 from relayquant.errors import ModelError
-from relayquant.formats.readers.onnx.foreign import FOREIGN
+from relayquant.formats.readers.onnx.foreign.table import FOREIGN
 
 RNG = np.random.default_rng(23)
 MICROSOFT = "com.microsoft"

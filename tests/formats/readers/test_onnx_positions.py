@@ -15,8 +15,8 @@ from test_onnx_versions import ROWS, compare, draw, ints, list_versions, make_mo
 
 import relayquant as rq
 from relayquant.errors import ModelError
-from relayquant.formats.readers.onnx.file import MIN_OPSET
-from relayquant.formats.readers.onnx.positions import AXIS_NAMES, INDICES
+from relayquant.formats.readers.onnx.graph.file import MIN_OPSET
+from relayquant.formats.readers.onnx.graph.positions import AXIS_NAMES, INDICES
 
 #: Operator -> (least, largest) axis of data of some rank, with one axis.
 LIMITS = {

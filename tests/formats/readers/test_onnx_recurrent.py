@@ -15,7 +15,7 @@ from test_onnx import check_against_onnxruntime
 import relayquant as rq
 from relayquant.errors import ModelError
 from relayquant.formats.readers import import_onnx
-from relayquant.formats.readers.onnx.activations import ACTIVATIONS
+from relayquant.formats.readers.onnx.operators.activations import ACTIVATIONS
 from relayquant.ir import reference
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}

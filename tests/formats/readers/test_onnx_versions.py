@@ -27,7 +27,7 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant.errors import ModelError
-from relayquant.formats.readers.onnx.file import MIN_OPSET
+from relayquant.formats.readers.onnx.graph.file import MIN_OPSET
 
 RNG = np.random.default_rng(3)
 

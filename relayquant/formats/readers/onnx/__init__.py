@@ -1,9 +1,10 @@
 """ONNX reader: a model file -> a float Relax module.
 
-file, model           the file, and the conversion of its nodes in order
-inputs, fixed_sizes, bodies, functions, halves, rewrite
-                      the graph before that: sizes, functions, operators on integers
-frontend, inference   TVM's frontend and the checks of the onnx package, as `model` calls them
-operators             the table of operators that are converted here; all other modules are
-                      families of these, or what families share: sizes, symbolic, fold, steps
+graph         the ONNX graph: its file, its checks, and what is changed or computed in it before a
+              node is converted
+operators     operators that are converted here and not by TVM's frontend: one module per family,
+              and `table`
+foreign       the same for operators that are not ONNX's
+model         the conversion of a graph, node by node
+control_flow  the bodies of If, Loop and Scan
 """

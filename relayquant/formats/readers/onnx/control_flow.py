@@ -18,15 +18,15 @@ from tvm import relax
 
 from relayquant.errors import format_count
 from relayquant.formats.readers.branches import choose_values, make_scalar
-from relayquant.formats.readers.onnx.conversion import Attrs, Builder, Operands
-from relayquant.formats.readers.onnx.fold import find_array
-from relayquant.formats.readers.onnx.steps import (
+from relayquant.formats.readers.onnx.graph.fold import find_array
+from relayquant.formats.readers.onnx.graph.symbolic import emit_tensor, is_sizes
+from relayquant.formats.readers.onnx.operators.conversion import Attrs, Builder, Operands
+from relayquant.formats.readers.onnx.operators.steps import (
     check_steps,
     find_length,
     stack_values,
     take_element,
 )
-from relayquant.formats.readers.onnx.symbolic import emit_tensor, is_sizes
 from relayquant.formats.readers.refusal import Refusal, find_inputs
 
 #: Emits the operators of a body, given values for its inputs. Returns its outputs.

@@ -1,7 +1,7 @@
 """ONNX reader: a model -> a Relax module with all tensor names kept.
 
-It is built on TVM's frontend. `relayquant.formats.readers.onnx.operators` converts the operators
-that TVM would turn into opaque `call_tir`, or convert wrongly.
+It is built on TVM's frontend. `operators.table` lists the operators that TVM would turn into opaque
+`call_tir`, or convert wrongly.
 """
 
 from __future__ import annotations
@@ -24,23 +24,21 @@ from relayquant.base.arguments import check_arguments
 from relayquant.base.storage.files import DEFAULT_MAX_BYTES, PathLike, reading
 from relayquant.errors import ModelError, format_count
 from relayquant.formats.readers.names import MARK, SourceNode, name_values
-from relayquant.formats.readers.onnx.bodies import Body, find_body, has_body
-from relayquant.formats.readers.onnx.broadcast import spread_operands
 from relayquant.formats.readers.onnx.control_flow import CONTROL_FLOW
-from relayquant.formats.readers.onnx.file import (
+from relayquant.formats.readers.onnx.foreign.table import find_foreign
+from relayquant.formats.readers.onnx.graph.bodies import Body, find_body, has_body
+from relayquant.formats.readers.onnx.graph.file import (
     check_model,
     find_fault,
     fix_shapes,
     name_sizes,
     read_model,
 )
-from relayquant.formats.readers.onnx.fixed_sizes import fix_sizes, name_squeezed_axes
-from relayquant.formats.readers.onnx.fold import find_array, fold_node, settle_sizes
-from relayquant.formats.readers.onnx.foreign import find_foreign
-from relayquant.formats.readers.onnx.frontend import FRONTEND
-from relayquant.formats.readers.onnx.functions import MAX_NODES, check_expansion
-from relayquant.formats.readers.onnx.halves import widen_halves
-from relayquant.formats.readers.onnx.inference import (
+from relayquant.formats.readers.onnx.graph.fixed_sizes import fix_sizes, name_squeezed_axes
+from relayquant.formats.readers.onnx.graph.fold import find_array, fold_node, settle_sizes
+from relayquant.formats.readers.onnx.graph.functions import MAX_NODES, check_expansion
+from relayquant.formats.readers.onnx.graph.halves import widen_halves
+from relayquant.formats.readers.onnx.graph.inference import (
     STANDARD,
     SizeNames,
     check_node,
@@ -48,18 +46,25 @@ from relayquant.formats.readers.onnx.inference import (
     infer_outputs,
     settle_shape,
 )
-from relayquant.formats.readers.onnx.inputs import Inputs, fix_inputs
-from relayquant.formats.readers.onnx.narrow import WIDENED
-from relayquant.formats.readers.onnx.operators import OPERATORS
-from relayquant.formats.readers.onnx.outputs import (
+from relayquant.formats.readers.onnx.graph.inputs import Inputs, fix_inputs
+from relayquant.formats.readers.onnx.graph.narrow import WIDENED
+from relayquant.formats.readers.onnx.graph.outputs import (
     check_outputs,
     drop_unnamed,
     drop_unread,
     list_read,
 )
-from relayquant.formats.readers.onnx.positions import check_positions
-from relayquant.formats.readers.onnx.rewrite import name_node, rewrite_integer_nodes
-from relayquant.formats.readers.onnx.symbolic import emit_tensor, find_tensors, fold_sizes, is_sizes
+from relayquant.formats.readers.onnx.graph.positions import check_positions
+from relayquant.formats.readers.onnx.graph.rewrite import name_node, rewrite_integer_nodes
+from relayquant.formats.readers.onnx.graph.symbolic import (
+    emit_tensor,
+    find_tensors,
+    fold_sizes,
+    is_sizes,
+)
+from relayquant.formats.readers.onnx.operators.broadcast import spread_operands
+from relayquant.formats.readers.onnx.operators.frontend import FRONTEND
+from relayquant.formats.readers.onnx.operators.table import OPERATORS
 from relayquant.formats.readers.refusal import Refusal, describe_failure
 from relayquant.ir.rewrite.element_types import ELEMENT_TYPES, is_too_narrow
 from relayquant.ir.rewrite.graph import tensor_dtype
