@@ -11,7 +11,7 @@ import pytest
 
 import relayquant as rq
 from relayquant.errors import ModelError
-from relayquant.formats.readers.causal_lm.architectures import read_config
+from relayquant.formats.readers.causal_lm.architectures.reader import read_config
 from relayquant.formats.readers.causal_lm.fields import Fields
 
 torch = pytest.importorskip("torch")

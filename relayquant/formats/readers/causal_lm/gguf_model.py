@@ -16,19 +16,11 @@ import numpy as np
 
 from relayquant.base.storage.files import PathLike, reading
 from relayquant.errors import ModelError, format_count
-from relayquant.formats.readers.causal_lm.architectures import (
-    LAYER_TYPES,
-    TURN_ALL,
-    ListTurned,
+from relayquant.formats.readers.causal_lm.changes import (
     add_experts,
     change_rotary,
     grow_queries,
-    leave_out,
-    list_types,
-    name_types,
     share_caches,
-    turn_windowed,
-    turn_windowed_or_all,
 )
 from relayquant.formats.readers.causal_lm.config import (
     MOST_LAYERS,
@@ -40,6 +32,16 @@ from relayquant.formats.readers.causal_lm.config import (
     Rotary,
 )
 from relayquant.formats.readers.causal_lm.fields import Fields
+from relayquant.formats.readers.causal_lm.layer_types import (
+    LAYER_TYPES,
+    TURN_ALL,
+    ListTurned,
+    leave_out,
+    list_types,
+    name_types,
+    turn_windowed,
+    turn_windowed_or_all,
+)
 from relayquant.formats.readers.causal_lm.mixers import (
     DeltaNet,
     LatentAttention,
@@ -154,7 +156,7 @@ class GgufModelRow:
     Attributes:
         names: Names of its tensors.
         changes: Fields of `CausalLMConfig` that differ from Llama.
-        pattern: Where the window holds, see `architectures.list_types`.
+        pattern: Where the window holds, see `list_types`.
         reads_pattern: Whether metadata says which layers have the window. It says so of each.
         local_base: Base of rotary positions in layers with a window, if metadata has none. 0: as
             in the others.

@@ -13,7 +13,7 @@ import tvm
 from relayquant.base.grouping import GroupedWeight
 from relayquant.base.storage.files import PathLike, decode_json, read_text, reading
 from relayquant.errors import ModelError
-from relayquant.formats.readers.causal_lm.architectures import WITH_PICTURES, read_config
+from relayquant.formats.readers.causal_lm.architectures.reader import WITH_PICTURES, read_config
 from relayquant.formats.readers.causal_lm.config import CausalLMConfig
 from relayquant.formats.readers.causal_lm.fields import Fields
 from relayquant.formats.readers.causal_lm.gguf_model import list_gguf_tensors, read_gguf_config
