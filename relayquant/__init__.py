@@ -13,7 +13,7 @@ check_versions()
 
 if TYPE_CHECKING:
     from relayquant import analysis, config, errors, extend, plots, relay, torch
-    from relayquant.analysis.lint import lint
+    from relayquant.analysis.linting.lint import lint
     from relayquant.base.events import Callback
     from relayquant.base.qtypes import QParams, QSpec, choose_qparams
     from relayquant.base.runtime import Executor
@@ -118,7 +118,7 @@ __all__ = [
 __getattr__, __dir__ = lazy.gather(
     __name__,
     {
-        "relayquant.analysis.lint": "lint",
+        "relayquant.analysis.linting.lint": "lint",
         "relayquant.base.events": "Callback",
         "relayquant.base.qtypes": "QParams QSpec choose_qparams",
         "relayquant.base.runtime": "Executor",

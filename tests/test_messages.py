@@ -21,7 +21,7 @@ NO_NOUNS = (
 
 #: (file, value, plural) -> why the value is never one there, or no count at all.
 NEVER_ONE = {
-    ("analysis/input_summary.py", "samples", "samples"): "FEW_SAMPLES at least",
+    ("analysis/linting/input_summary.py", "samples", "samples"): "FEW_SAMPLES at least",
     ("flow/compression/compress.py", "form.scale_dtype", "scales"): "a dtype",
     ("config/dtypes.py", "what", "scales"): "a description",
     ("data/dataset.py", "len(inputs)", "inputs"): "of one input any array will do",

@@ -1,4 +1,7 @@
-"""Measurements on modules: two modules and data -> numbers."""
+"""Measurements on modules: two modules and data -> numbers.
+
+The modules here measure accuracy. `linting` looks at calibration data, `speed` measures times.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -6,9 +9,9 @@ from relayquant.base import lazy
 
 if TYPE_CHECKING:
     from relayquant.analysis.accumulators import AccumulatorReport
-    from relayquant.analysis.finding import Finding, Severity
-    from relayquant.analysis.latency import Latency, measure_latency
-    from relayquant.analysis.lint import measure_growth
+    from relayquant.analysis.linting.finding import Finding, Severity
+    from relayquant.analysis.linting.lint import measure_growth
+    from relayquant.analysis.speed.latency import Latency, measure_latency
 
     accumulator_report: Any
 
@@ -26,9 +29,9 @@ __getattr__, __dir__ = lazy.gather(
     __name__,
     {
         "relayquant.analysis.accumulators": "AccumulatorReport",
-        "relayquant.analysis.finding": "Finding Severity",
-        "relayquant.analysis.latency": "Latency measure_latency",
-        "relayquant.analysis.lint": "measure_growth",
+        "relayquant.analysis.linting.finding": "Finding Severity",
+        "relayquant.analysis.speed.latency": "Latency measure_latency",
+        "relayquant.analysis.linting.lint": "measure_growth",
         "relayquant.flow.evaluation": "accumulator_report",
     },
 )

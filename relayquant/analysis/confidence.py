@@ -1,4 +1,4 @@
-"""Helper of analysis: a few samples -> bounds for all data of the same kind."""
+"""A few samples -> bounds for all data of the same kind."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relayquant.analysis.preset_guess import guess_preset
+from relayquant.analysis.linting.preset_guess import guess_preset
 from relayquant.data import InputInfo
 from relayquant.data.images import Preprocessing, list_images, open_images, read_labels
 from relayquant.data.item import describe_inputs

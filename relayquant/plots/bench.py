@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from rich.console import Group
 from rich.text import Text
 
-from relayquant.analysis.latency import Latency
-from relayquant.analysis.profile import OperatorTime, Profile
+from relayquant.analysis.speed.latency import Latency
+from relayquant.analysis.speed.profile import OperatorTime, Profile
 from relayquant.errors import format_count
 from relayquant.plots.terminal_table import Column, Fit, FittedTable
 from relayquant.plots.text import stack

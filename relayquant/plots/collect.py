@@ -14,9 +14,8 @@ import tvm
 
 from relayquant.analysis.accumulators import measure_sums
 from relayquant.analysis.compare import CompareReport, compare_modules
-from relayquant.analysis.finding import Severity
-from relayquant.analysis.latency import Latency
-from relayquant.analysis.lint import lint
+from relayquant.analysis.linting.finding import Severity
+from relayquant.analysis.linting.lint import lint
 from relayquant.analysis.loader import bind_loader
 from relayquant.analysis.outputs import Interface, order_inputs
 from relayquant.analysis.sensitivity import (
@@ -28,6 +27,7 @@ from relayquant.analysis.sensitivity import (
     find_rounding_operators,
     name_metric,
 )
+from relayquant.analysis.speed.latency import Latency
 from relayquant.base.events import CallbackList
 from relayquant.base.runtime import LoadModule
 from relayquant.codegen.eager import EagerModule

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from relayquant.analysis.compare import CompareReport
-from relayquant.analysis.latency import Latency
 from relayquant.analysis.sensitivity import SensitivityReport
+from relayquant.analysis.speed.latency import Latency
 from relayquant.base.arguments import check_arguments
 from relayquant.base.axes import shape_along
 from relayquant.base.optional import needed

@@ -11,9 +11,9 @@ import tvm
 
 from relayquant.analysis.accumulators import AccumulatorReport, AccumulatorRow
 from relayquant.analysis.compare import CompareReport, CompareRow
-from relayquant.analysis.finding import Finding
-from relayquant.analysis.latency import Latency
+from relayquant.analysis.linting.finding import Finding
 from relayquant.analysis.sensitivity import Metric, SensitivityReport
+from relayquant.analysis.speed.latency import Latency
 from relayquant.config import BackendConfig
 from relayquant.ir.ledger import Ledger, LedgerRow
 

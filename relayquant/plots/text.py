@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from relayquant.analysis.compare import CompareReport, CompareRow
-from relayquant.analysis.finding import Finding, Severity
+from relayquant.analysis.linting.finding import Finding, Severity
 from relayquant.analysis.sensitivity import SensitivityReport
 from relayquant.errors import format_count
 from relayquant.ir.ledger import Ledger

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relayquant.analysis.latency import Latency, measure_latency
 from relayquant.analysis.outputs import Interface, order_inputs
-from relayquant.analysis.peak import measure_peak
-from relayquant.analysis.profile import (
+from relayquant.analysis.speed.latency import Latency, measure_latency
+from relayquant.analysis.speed.peak import measure_peak
+from relayquant.analysis.speed.profile import (
     KernelSite,
     OperatorTime,
     compile_with_sites,

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from relayquant.analysis.finding import Finding
+from relayquant.analysis.linting.finding import Finding
 from relayquant.config import GuardSettings
 from relayquant.errors import format_count
 from relayquant.flow.refine.look import deviates, deviates_slightly

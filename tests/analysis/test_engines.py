@@ -9,9 +9,9 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from relayquant.analysis import engine_process, openvino_baseline
-from relayquant.analysis.engines import Candidate, Engine, EngineProcess, measure_engines
-from relayquant.analysis.other_engines import OTHER_ENGINES, list_versions, prepare_candidates
+from relayquant.analysis.speed import engine_process, openvino_baseline
+from relayquant.analysis.speed.engines import Candidate, Engine, EngineProcess, measure_engines
+from relayquant.analysis.speed.other_engines import OTHER_ENGINES, list_versions, prepare_candidates
 from relayquant.demo import load_digits
 from relayquant.errors import MissingDependencyError, ModelError
 from relayquant.formats.load import load

@@ -14,9 +14,13 @@ from float_models import Chain, build_model, draw_batches
 from tvm import relax
 
 import relayquant as rq
-from relayquant.analysis.finding import Severity
-from relayquant.analysis.first_layer import PROBE_SAMPLES, find_first_layers, measure_moments
-from relayquant.analysis.lint import lint, lint_samples, measure_growth
+from relayquant.analysis.linting.finding import Severity
+from relayquant.analysis.linting.first_layer import (
+    PROBE_SAMPLES,
+    find_first_layers,
+    measure_moments,
+)
+from relayquant.analysis.linting.lint import lint, lint_samples, measure_growth
 from relayquant.demo import load_digits
 from relayquant.stages.preparation import prepare_module
 from relayquant.stages.preparation.norm_statistics import read_norm_statistics

@@ -12,9 +12,9 @@ import tvm
 from tvm import relax
 
 import relayquant as rq
-from relayquant.analysis.label_scores import is_clearly_better
-from relayquant.analysis.lint import find_unchecked, lint
-from relayquant.analysis.normalization import PixelForm, find_form, list_forms
+from relayquant.analysis.linting.label_scores import is_clearly_better
+from relayquant.analysis.linting.lint import find_unchecked, lint
+from relayquant.analysis.linting.normalization import PixelForm, find_form, list_forms
 from relayquant.data.images import Preprocessing
 from relayquant.data.item import describe_inputs
 from relayquant.demo import load_digits

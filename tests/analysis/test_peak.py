@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from relayquant.analysis import peak
-from relayquant.analysis.peak import ITERATIONS, choose_peak_isa, compile_peak
+from relayquant.analysis.speed import peak
+from relayquant.analysis.speed.peak import ITERATIONS, choose_peak_isa, compile_peak
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 

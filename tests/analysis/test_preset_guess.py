@@ -9,8 +9,8 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.analysis.normalization import RAW, PixelForm
-from relayquant.analysis.preset_guess import fit_size, guess_preset
+from relayquant.analysis.linting.normalization import RAW, PixelForm
+from relayquant.analysis.linting.preset_guess import fit_size, guess_preset
 from relayquant.data.item import describe_inputs
 from relayquant.demo import load_digits
 

@@ -8,9 +8,9 @@ import tvm
 from tvm.script import relax as R
 
 import relayquant as rq
-from relayquant.analysis import profile
-from relayquant.analysis.latency import measure_latency
-from relayquant.analysis.profile import (
+from relayquant.analysis.speed import profile
+from relayquant.analysis.speed.latency import measure_latency
+from relayquant.analysis.speed.profile import (
     KernelSite,
     compile_with_sites,
     match_sites,

@@ -21,7 +21,7 @@ import numpy as np
 import tvm
 from tvm.target import Target
 
-from relayquant.analysis.peak import compile_peak
+from relayquant.analysis.speed.peak import compile_peak
 from relayquant.codegen.kernels.integer.convolution.direct import build_conv2d, pack_conv2d
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual
 from relayquant.codegen.kernels.integer.specs import Constants, Conv2d, Dense

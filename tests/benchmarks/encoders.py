@@ -17,8 +17,8 @@ import onnx
 from models import MODELS, build_transformer
 
 import relayquant as rq
-from relayquant.analysis.onnxruntime_baseline import quantize_with_onnxruntime
-from relayquant.analysis.openvino_baseline import quantize_with_nncf
+from relayquant.analysis.speed.onnxruntime_baseline import quantize_with_onnxruntime
+from relayquant.analysis.speed.openvino_baseline import quantize_with_nncf
 from relayquant.stages.compilation import compile as compile_module
 
 GROUP = 32

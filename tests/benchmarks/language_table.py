@@ -55,7 +55,7 @@ from speed_table import (
 from tvm import relax
 from tvm.script.ir_builder import tirx as T
 
-from relayquant.analysis.engines import Candidate, Engine, measure_engines
+from relayquant.analysis.speed.engines import Candidate, Engine, measure_engines
 from relayquant.base.packing import count_bytes, count_groups
 from relayquant.base.qtypes import Granularity, QSpec, Scheme
 from relayquant.base.storage.files import open_temporary_folder, write_text

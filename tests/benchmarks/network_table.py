@@ -39,8 +39,8 @@ import relayquant as rq
 import relayquant.flow.pipeline  # imported before its seconds count, as NNCF is
 import relayquant.formats.load  # likewise
 from relayquant.analysis.error_statistics import ErrorSums
-from relayquant.analysis.onnxruntime_baseline import quantize_with_onnxruntime
-from relayquant.analysis.openvino_baseline import quantize_with_nncf
+from relayquant.analysis.speed.onnxruntime_baseline import quantize_with_onnxruntime
+from relayquant.analysis.speed.openvino_baseline import quantize_with_nncf
 from relayquant.base.storage.files import open_temporary_folder
 from relayquant.errors import ModelError
 

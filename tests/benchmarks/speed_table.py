@@ -26,9 +26,9 @@ import onnx
 from models import MODELS
 from tvm.target import Target
 
-from relayquant.analysis.engines import Candidate, Engine, measure_engines
-from relayquant.analysis.latency import Latency
-from relayquant.analysis.other_engines import OTHER_ENGINES, list_versions, prepare_candidates
+from relayquant.analysis.speed.engines import Candidate, Engine, measure_engines
+from relayquant.analysis.speed.latency import Latency
+from relayquant.analysis.speed.other_engines import OTHER_ENGINES, list_versions, prepare_candidates
 from relayquant.base.storage.files import open_temporary_folder, write_text
 from relayquant.cli.commands.bench import export_own, quantize_quickly
 from relayquant.codegen.kernels.isa.bf16 import VECTORS_BF16

@@ -17,7 +17,7 @@ from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 from speed_table import replace_table
 
-from relayquant.analysis.latency import Latency
+from relayquant.analysis.speed.latency import Latency
 from relayquant_runtime import Library
 
 TIMES = {

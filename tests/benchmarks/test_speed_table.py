@@ -11,9 +11,9 @@ from models import build_transformer
 from speed_table import Machine
 from tvm.target import Target
 
-from relayquant.analysis.engines import Candidate, Engine
-from relayquant.analysis.latency import Latency
-from relayquant.analysis.other_engines import CandidateModels
+from relayquant.analysis.speed.engines import Candidate, Engine
+from relayquant.analysis.speed.latency import Latency
+from relayquant.analysis.speed.other_engines import CandidateModels
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import host_config, list_instructions, resolve_target
 from relayquant.codegen.kernels.isa.x86 import VNNI512

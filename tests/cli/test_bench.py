@@ -13,12 +13,12 @@ from onnx import helper, numpy_helper
 from onnx_runtime import run_onnxruntime
 
 from relayquant import cli
-from relayquant.analysis.engines import Comparison
-from relayquant.analysis.latency import Latency
-from relayquant.analysis.onnxruntime_baseline import quantize_with_onnxruntime
-from relayquant.analysis.openvino_baseline import has_nncf
-from relayquant.analysis.other_engines import OTHER_ENGINES
-from relayquant.analysis.profile import OperatorTime, Profile
+from relayquant.analysis.speed.engines import Comparison
+from relayquant.analysis.speed.latency import Latency
+from relayquant.analysis.speed.onnxruntime_baseline import quantize_with_onnxruntime
+from relayquant.analysis.speed.openvino_baseline import has_nncf
+from relayquant.analysis.speed.other_engines import OTHER_ENGINES
+from relayquant.analysis.speed.profile import OperatorTime, Profile
 from relayquant.cli.commands import bench
 from relayquant.cli.files import load_model
 from relayquant.cli.parsers import parse_words

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from relayquant import cli
-from relayquant.analysis.other_engines import OTHER_ENGINES
+from relayquant.analysis.speed.other_engines import OTHER_ENGINES
 from relayquant.base.qtypes import Scheme
 from relayquant.cli import arguments, commands, grammar, parsers
 from relayquant.cli.command import Parser

@@ -16,7 +16,7 @@ import tvm
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relayquant.analysis.peak import build_peak, choose_peak_isa, count_sums
+from relayquant.analysis.speed.peak import build_peak, choose_peak_isa, count_sums
 from relayquant.codegen.kernels.attention.masked import (
     MaskedAttention,
     make_masked_attention,

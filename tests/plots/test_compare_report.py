@@ -13,8 +13,8 @@ from rich.console import Console
 import relayquant as rq
 from relayquant import cli
 from relayquant.analysis.compare import CompareReport, CompareRow
-from relayquant.analysis.latency import Latency
 from relayquant.analysis.sensitivity import SensitivityReport, SensitivityRow
+from relayquant.analysis.speed.latency import Latency
 from relayquant.demo import load_digits
 from relayquant.plots.pictures import (
     collect_ranges,

@@ -15,10 +15,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from relayquant.analysis.compare import CompareReport, CompareRow
-from relayquant.analysis.finding import Finding, Severity
-from relayquant.analysis.latency import Latency
-from relayquant.analysis.profile import OperatorTime, Profile
+from relayquant.analysis.linting.finding import Finding, Severity
 from relayquant.analysis.sensitivity import SensitivityReport, SensitivityRow
+from relayquant.analysis.speed.latency import Latency
+from relayquant.analysis.speed.profile import OperatorTime, Profile
 from relayquant.plots.bench import kernel_table, latency_table, operator_table
 from relayquant.plots.terminal_table import Column, Fit, FittedTable
 from relayquant.plots.text import (

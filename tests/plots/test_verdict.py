@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from relayquant.analysis.compare import CompareReport
-from relayquant.analysis.finding import Finding, Severity
-from relayquant.analysis.latency import Latency
+from relayquant.analysis.linting.finding import Finding, Severity
 from relayquant.analysis.outputs import OutputGap
+from relayquant.analysis.speed.latency import Latency
 from relayquant.cli.parsers import parse_words
 from relayquant.ir.ledger import Ledger, LedgerRow
 from relayquant.plots.report_data import CommandWords, OperatorView, ReportData, Score, Suggestion

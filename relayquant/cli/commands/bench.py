@@ -18,16 +18,16 @@ import numpy as np
 import tvm
 
 import relayquant as rq
-from relayquant.analysis.engines import Candidate, Engine, measure_engines
-from relayquant.analysis.latency import Latency, measure_latency
-from relayquant.analysis.other_engines import (
+from relayquant.analysis.speed.engines import Candidate, Engine, measure_engines
+from relayquant.analysis.speed.latency import Latency, measure_latency
+from relayquant.analysis.speed.other_engines import (
     OTHER_ENGINES,
     OtherEngine,
     list_versions,
     prepare_candidates,
 )
-from relayquant.analysis.peak import measure_peak
-from relayquant.analysis.profile import (
+from relayquant.analysis.speed.peak import measure_peak
+from relayquant.analysis.speed.profile import (
     KernelSite,
     Profile,
     compile_with_sites,

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import relayquant as rq
-from relayquant.analysis.lint import find_unchecked
+from relayquant.analysis.linting.lint import find_unchecked
 from relayquant.cli.data import open_data, read_classes
 from relayquant.cli.files import load_options
 from relayquant.cli.options import check_options

@@ -17,7 +17,7 @@ import tvm
 from tvm import relax
 
 from relayquant.analysis.error_statistics import NoiseSums
-from relayquant.analysis.lint import lint_samples
+from relayquant.analysis.linting.lint import lint_samples
 from relayquant.analysis.outputs import (
     Interface,
     order_inputs,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relayquant.analysis.label_scores import find_better_score
+from relayquant.analysis.linting.label_scores import find_better_score
 from relayquant.analysis.loader import load_integers
 from relayquant.analysis.sensitivity import (
     Metric,

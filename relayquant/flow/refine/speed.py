@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relayquant.analysis.latency import measure_latency
-from relayquant.analysis.profile import profile_module
+from relayquant.analysis.speed.latency import measure_latency
+from relayquant.analysis.speed.profile import profile_module
 from relayquant.base.runtime import Machine, as_tensor
 from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs

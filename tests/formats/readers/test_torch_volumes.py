@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import relayquant as rq
-from relayquant.analysis.profile import compile_with_sites
+from relayquant.analysis.speed.profile import compile_with_sites
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import tensor_shape
 from relayquant.stages.preparation import prepare_module

@@ -1,4 +1,4 @@
-"""Analysis: one engine with one model in its own process. `engines` starts it and talks to it.
+"""One engine with one model in its own process. `engines` starts it and talks to it.
 
 It runs as a script. The process loads its engine and nothing else: no TVM next to ONNX Runtime, and
 no compiler next to TVM's runtime. One line of JSON each way, on stdin and stdout:

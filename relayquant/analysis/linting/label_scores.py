@@ -1,4 +1,4 @@
-"""Helper of lint: float module + pictures + labels -> accuracy, also with other preprocessing."""
+"""Float module + pictures + labels -> accuracy, also with other preprocessing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relayquant.analysis.finding import Finding, Severity
-from relayquant.analysis.normalization import RAW, PixelForm, find_form, list_forms
+from relayquant.analysis.linting.finding import Finding, Severity
+from relayquant.analysis.linting.normalization import RAW, PixelForm, find_form, list_forms
 from relayquant.codegen.eager import EagerModule
 from relayquant.data import Batch, Dataset, InputInfo, count_samples, open_dataset
 from relayquant.data.images import PRESETS

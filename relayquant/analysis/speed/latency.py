@@ -1,4 +1,4 @@
-"""Analysis: how long runs take. Candidates take turns, because the machine may have other users."""
+"""How long runs take. Candidates take turns, because the machine may have other users."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relayquant.analysis.engine_process import time_turn
+from relayquant.analysis.speed.engine_process import time_turn
 from relayquant.base.arguments import check_arguments
 from relayquant.errors import ConfigError, format_count
 

@@ -1,4 +1,4 @@
-"""Analysis: the int8 model of NNCF, OpenVINO's quantizer. `engines` compares speed with it.
+"""The int8 model of NNCF, OpenVINO's quantizer. `engines` compares speed with it.
 
 NNCF runs with its defaults, the "performance" preset for CPUs.
 """

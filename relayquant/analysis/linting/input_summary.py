@@ -1,4 +1,4 @@
-"""Behind lint: arrays of one input as they stream by -> statistics of bounded size -> what looks
+"""Arrays of one input as they stream by -> statistics of bounded size -> what looks
 wrong in these alone.
 
 Each check states its threshold and the source of the threshold.
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from relayquant.analysis.finding import Finding, Severity
-from relayquant.analysis.normalization import PIXEL_SLACK
+from relayquant.analysis.linting.finding import Finding, Severity
+from relayquant.analysis.linting.normalization import PIXEL_SLACK
 from relayquant.errors import format_count
 
 #: fewer samples than this are too few; ranges of activations settle within a few hundred

@@ -1,4 +1,4 @@
-"""Analysis: run the same model in several engines, each in its own process, to compare speed.
+"""Run the same model in several engines, each in its own process, to compare speed.
 
 Engines in one process disturb each other: their threads spin while they wait, and their allocators
 differ. Here each has its own process, and they take turns, so a busy moment of the machine affects
@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from relayquant.analysis.latency import TURN, Latency, Timing, measure_turns
+from relayquant.analysis.speed.latency import TURN, Latency, Timing, measure_turns
 from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, writing
 from relayquant.config import Precision
 from relayquant.errors import ModelError

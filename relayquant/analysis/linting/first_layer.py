@@ -1,4 +1,4 @@
-"""Behind lint: the layer that reads an input, with its batch norm -> whether the data is scaled,
+"""The layer that reads an input, with its batch norm -> whether the data is scaled,
 laid out and ordered as the training data was.
 
 Each check states its threshold and the source of the threshold.
@@ -13,9 +13,9 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from relayquant.analysis.finding import Finding, Severity
-from relayquant.analysis.input_summary import InputSummary, is_between
-from relayquant.analysis.normalization import PixelForm, find_form, list_forms
+from relayquant.analysis.linting.finding import Finding, Severity
+from relayquant.analysis.linting.input_summary import InputSummary, is_between
+from relayquant.analysis.linting.normalization import PixelForm, find_form, list_forms
 from relayquant.base.axes import shape_along
 from relayquant.ir.reference import run as run_reference
 from relayquant.ir.rewrite import Graph

@@ -1,4 +1,4 @@
-"""Analysis: ONNX Runtime's int8 model of a float model. `engines` compares speed with it.
+"""ONNX Runtime's int8 model of a float model. `engines` compares speed with it.
 
 It is made by ONNX Runtime's static quantization with the settings that its documentation recommends
 for x86: QDQ, uint8 activations, per-channel int8 weights, MinMax, after shape inference and graph

@@ -1,4 +1,4 @@
-"""Analysis: time of a compiled module, for each kernel call."""
+"""Time of a compiled module, for each kernel call."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relayquant.analysis.finding import Finding, Severity
-from relayquant.analysis.first_layer import PROBE_SAMPLES, check_layer, find_first_layers
-from relayquant.analysis.input_summary import (
+from relayquant.analysis.linting.finding import Finding, Severity
+from relayquant.analysis.linting.first_layer import PROBE_SAMPLES, check_layer, find_first_layers
+from relayquant.analysis.linting.input_summary import (
     InputSummary,
     check_batches,
     check_channels,
@@ -23,7 +23,7 @@ from relayquant.analysis.input_summary import (
     check_samples,
     hash_samples,
 )
-from relayquant.analysis.label_scores import check_labels
+from relayquant.analysis.linting.label_scores import check_labels
 from relayquant.base.arguments import check_arguments
 from relayquant.data import Dataset, count_samples, open_dataset
 from relayquant.data.item import describe_inputs

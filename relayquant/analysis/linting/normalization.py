@@ -1,4 +1,4 @@
-"""Helper of lint: pictures as a model gets them -> the same pictures with other preprocessing.
+"""Pictures as a model gets them -> the same pictures with other preprocessing.
 
 The extremes tell how pixels of 0 to 255 became the values of a data set. Then each preset can be
 tried on the model without the original pictures.

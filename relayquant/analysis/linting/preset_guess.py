@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relayquant.analysis.first_layer import (
+from relayquant.analysis.linting.first_layer import (
     FORM_RATIO,
     FirstLayer,
     check_scale,
@@ -22,7 +22,7 @@ from relayquant.analysis.first_layer import (
     measure_misfit,
     measure_moments,
 )
-from relayquant.analysis.normalization import RAW, PixelForm, list_forms
+from relayquant.analysis.linting.normalization import RAW, PixelForm, list_forms
 from relayquant.data import InputInfo
 from relayquant.data.images import PRESETS, ImageLayout, Preprocessing
 from relayquant.stages.preparation import prepare_module

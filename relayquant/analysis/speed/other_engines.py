@@ -1,4 +1,4 @@
-"""Analysis: models for other engines, whose speed `engines` compares.
+"""Models for other engines, whose speed `engines` compares.
 
 They are the float model, the int8 model of the engine's own quantizer, and our integer model as
 `export_onnx` writes it.
@@ -16,12 +16,16 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relayquant.analysis.engines import Candidate, Engine
-from relayquant.analysis.onnxruntime_baseline import (
+from relayquant.analysis.speed.engines import Candidate, Engine
+from relayquant.analysis.speed.onnxruntime_baseline import (
     import_onnxruntime,
     quantize_with_onnxruntime,
 )
-from relayquant.analysis.openvino_baseline import has_nncf, import_openvino, quantize_with_nncf
+from relayquant.analysis.speed.openvino_baseline import (
+    has_nncf,
+    import_openvino,
+    quantize_with_nncf,
+)
 from relayquant.config import Precision, RecurrentForm
 from relayquant.errors import ModelError
 from relayquant.formats.writers import export_onnx

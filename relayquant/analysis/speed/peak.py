@@ -1,4 +1,4 @@
-"""Analysis: the peak integer rate of this machine, as a yardstick for kernels.
+"""The peak integer rate of this machine, as a yardstick for kernels.
 
 LLVM must not see that the products repeat. Otherwise it computes them once, before the loop, and
 leaves only additions. If the ISA has a separate product instruction, every sum has a different word

@@ -1,0 +1,1 @@
+"""Times: of whole models in several engines, of kernels, and the peak of this machine."""
