@@ -241,6 +241,39 @@ def test_build_conv2d__tile_instructions_of_a_block(rows):
     assert count["syscall"] == 1
 
 
+@pytest.mark.optimized
+def test_emit_spare_store__long_blocks_store_a_tile_that_nothing_reads():
+    """Of 36 steps of a block, each eighth stores weights; a block of 9 steps has its sums only."""
+    for channels, is_long in ((256, True), (64, False)):
+        spec = Conv2d(1, 28, 28, channels, 64, (3, 3), tile=Tile(2, 16, 2))
+        text = compile_assembly(spec, AMX)
+        assert len(re.findall(r"\ttilestored\s+%tmm[0-3]", text)) == 4
+        assert bool(re.findall(r"\ttilestored\s+%tmm7", text)) is is_long
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks", "steps", "apart"),
+    [
+        (2, 2, 27, None),
+        (2, 2, 28, 8),
+        (4, 1, 72, 8),
+        (3, 1, 72, 16),
+        (1, 2, 72, 16),
+        (1, 1, 144, 32),
+    ],
+)
+def test_spare_store_steps__count_the_products(rows, blocks, steps, apart):
+    spec = replace(Dense(128, 64 * steps, 64).as_conv2d(), tile=Tile(rows, 16, blocks))
+    (plan,) = list_plans(spec, AMX)
+    assert (plan.steps, plan.spare_store_steps) == (steps, apart)
+
+
+def test_ranked_tiles__of_equal_times_one_block_has_all_pixels():
+    for size, rows in ((7, 4), (8, 4), (28, 2)):
+        plans = list_plans(Conv2d(1, size, size, 1024, 224, (1, 1)), AMX)
+        assert plans[0].tile.rows == rows
+
+
 @pytest.mark.parametrize(
     ("pixels", "inner", "outputs", "kernel", "streamed"),
     [

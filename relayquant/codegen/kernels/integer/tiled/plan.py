@@ -45,6 +45,9 @@ SECOND_CACHE_BYTES, FAR_BYTE_CYCLES = 2 * 1024 * 1024, (0.12, 0.13)
 PIXEL_LOAD_CYCLES = 12
 #: Fewest steps of a block for which its products and the stores of the last block overlap.
 DELAYED_STEPS = 3
+#: The store of a tile waits for 260 ns if there was none for 560 ns (Granite Rapids). So blocks of
+#: so many products store a tile that nothing reads, after each so many.
+LONG_PRODUCTS, SPARE_PRODUCTS = 112, 32
 #: Instructions of `ConvPlan.instructions` that take a cycle.
 PER_CYCLE = 4.0
 #: Fewest pixels for which a product on tiles can be faster than on vectors.
@@ -240,13 +243,16 @@ class TiledPlan(ConvPlan):
 
     @cached_property
     def ranked_tiles(self) -> list[Tile]:
-        """All possible blocks of tiles, smallest estimated time first."""
+        """All possible blocks of tiles, smallest estimated time first.
+
+        Of equal ones, those come first that have all pixels: they read each weight once.
+        """
         tiles = [
             Tile(rows, self.unit.rows, blocks)
             for rows, blocks in BLOCKS
             if blocks <= self.vectors and rows <= self.image_tiles
         ]
-        return sorted(tiles, key=self.count_cycles)
+        return sorted(tiles, key=lambda t: (self.count_cycles(t), t.rows < self.image_tiles))
 
     def count_cycles(self, tile: Tile) -> float:
         """Estimate the cycles of all blocks of this size."""
@@ -272,6 +278,17 @@ class TiledPlan(ConvPlan):
         if self.rows is TileRows.PADDED:
             time += sums * self.tile_rows * PADDED_STORE_CYCLES
         return time + sums * unit.store_cycles + BLOCK_CYCLES
+
+    @cached_property
+    def spare_store_steps(self) -> int | None:
+        """Steps from one store of a tile that nothing reads to the next, a power of two.
+
+        None: a block has so few products that it needs no such stores.
+        """
+        sums = self.tile.rows * self.tile.blocks
+        if self.steps * sums < LONG_PRODUCTS:
+            return None
+        return 1 << (ceil_div(SPARE_PRODUCTS, sums) - 1).bit_length()
 
     @cached_property
     def overlaps_stores(self) -> bool:

@@ -120,9 +120,7 @@ def emit_tiled(
         tiles: list[Tiles] = []
         shapes = plan.shape_registers(plan.tile_rows)
         emit_if(may_use, lambda: tiles.append(plan.unit.configure(shapes)))
-        sums = alloc_workspace(
-            plan.tile.rows * plan.tile_rows * plan.panel_channels, plan.isa.sum_dtype
-        )
+        sums = alloc_sums(plan, plan.tile_rows)
         stores, kept = SumStores(plan, operands, place, sums, storing), KeptBlock.allocate(plan)
         with T.serial(end - first) as number:
             indices = split_index(first + number, tuple(sizes.values()))
@@ -142,6 +140,7 @@ def emit_tiled(
                         with T.If(number == 0), T.Then():  # no block before fetched its weights
                             emit_weight_prefetch(plan, operands.weight, block, step, ahead, 1)
                     emit_step(plan, image, operands, tiles[0], block, step)
+                    emit_spare_store(plan, tiles[0], sums, step)
 
                 emit_if(may_use, multiply)
                 if plan.overlaps_stores:
@@ -295,6 +294,7 @@ def emit_products(
         if pixel is not None:
             emit_weight_prefetch(plan, operands.weight, block, step, pixel, pixels)
         emit_step(plan, image, operands, tiles, block, step)
+        emit_spare_store(plan, tiles, sums, step)
     emit_end(plan, tiles, block, sums)
 
 
@@ -340,6 +340,26 @@ def emit_step(
         if m == 0:
             load_weights(n)
         multiply(m, n)
+
+
+def alloc_sums(plan: TiledPlan, rows: int) -> Buffer:
+    """Allocate the sums of a block, and a tile for `emit_spare_store` behind them."""
+    size = plan.tile.rows * rows * plan.panel_channels + plan.unit.rows * plan.isa.lanes
+    sums = alloc_workspace(size, plan.isa.sum_dtype)
+    T.buffer_store(sums, T.Cast(plan.isa.sum_dtype, 0), [size - 1])  # a size that TVM sees
+    return sums
+
+
+def emit_spare_store(plan: TiledPlan, tiles: Tiles, sums: Buffer, step: TileStep) -> None:
+    """Emit the store of a tile that nothing reads, after some of the steps of a long block.
+
+    Without it, the CPU takes long for the stores behind the block; see `plan.LONG_PRODUCTS`.
+    """
+    if (apart := plan.spare_store_steps) is None:
+        return
+    lanes, last = plan.isa.lanes, plan.tile.rows * plan.tile.blocks + sum(plan.registers) - 1
+    with T.If(T.floormod(step.number, apart) == apart - 1), T.Then():
+        tiles.store(last, sums, sums.shape[0] - plan.unit.rows * lanes, lanes)
 
 
 def emit_end(plan: TiledPlan, tiles: Tiles, block: SumBlock, sums: Buffer) -> None:

@@ -34,6 +34,7 @@ from relayquant.codegen.kernels.integer.tiled.plan import TiledPlan, TileRows
 from relayquant.codegen.kernels.integer.tiled.products import (
     CACHED_WEIGHT_BYTES,
     PARALLEL_CYCLES,
+    alloc_sums,
     emit_products,
 )
 from relayquant.codegen.kernels.integer.tiled.results import INTEGERS, SumBlock, SumStores
@@ -135,7 +136,7 @@ def emit_chunk(
     def emit_part(part: Expr, parts: Expr) -> None:
         begin, end = settle(*(T.floordiv((part + i) * total, parts) for i in (0, 1)))
         registers = unit.configure(plan.shape_registers(height))
-        sums = alloc_workspace(side * unit.rows * plan.panel_channels, plan.isa.sum_dtype)
+        sums = alloc_sums(plan, unit.rows)
         with T.serial(end - begin) as step:
             emit_block(registers, sums, begin + step)
         registers.release()
