@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -198,6 +199,9 @@ class Converter(FRONTEND.OperatorConverter):
         super().__init__(*args)
         self.sources, self.found, self.sizes, self.prefix = sources, found, sizes, prefix
         self.frontend, self.variables = FRONTEND, found.variables
+        #: by index: tensors as they are stored, and their names
+        self.stored: dict[int, Any] = {}
+        self.names: dict[int, str] = {}
         self.kind = ""
         self.in_float = self.is_raw = False
         self.number_types = {getattr(TensorType, name) for name in SIZES}
@@ -214,7 +218,8 @@ class Converter(FRONTEND.OperatorConverter):
     # -- operands: a constant may stand wherever a value of the run time may -----------------------
 
     def get_tensors(self, tensors_idx_list: Any) -> list[Any]:
-        tensors = super().get_tensors(tensors_idx_list)
+        indices = () if tensors_idx_list is None else tensors_idx_list
+        tensors = [copy(self.read_tensor(int(index))) for index in indices]
         for tensor in tensors:
             at = tensor.tensor_idx
             if at >= 0:
@@ -226,9 +231,19 @@ class Converter(FRONTEND.OperatorConverter):
                 tensor.tensor = FloatTensor(tensor.tensor) if self.in_float else tensor.tensor
         return tensors
 
+    def read_tensor(self, index: int) -> Any:
+        """Return a tensor as it is stored, without a value for a negative index. TVM alone would
+        parse it in each of about 15 calls, a third of the time that a model takes to read.
+        """
+        if index not in self.stored:
+            (self.stored[index],) = super().get_tensors([index])
+        return self.stored[index]
+
     def find_name(self, index: int) -> str:
         """Return the name of a tensor of the graph."""
-        return FRONTEND.get_tensor_name(self.subgraph, index)
+        if index not in self.names:
+            self.names[index] = FRONTEND.get_tensor_name(self.subgraph, index)
+        return self.names[index]
 
     def find_value(self, index: int) -> relax.Expr | None:
         """Return the value that an operator or an input assigned to a tensor. None for a tensor
