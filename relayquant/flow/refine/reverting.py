@@ -20,7 +20,7 @@ from relayquant.analysis.outputs import (
 )
 from relayquant.analysis.sensitivity import Simulation, find_rounding_operators
 from relayquant.base.events import CallbackList, ProgressEvent
-from relayquant.config import GuardSettings
+from relayquant.config import GuardSettings, QConfigMapping
 from relayquant.data import (
     open_dataset,
 )
@@ -44,11 +44,17 @@ from relayquant.flow.refine.look import (
 )
 from relayquant.flow.refine.prepared_edit import Changes, split_changes
 from relayquant.flow.refine.run_time_ranges import (
+    bound_sqnr,
     find_run_time_qconfigs,
     forecast_sqnr,
     measure_ranges,
 )
-from relayquant.flow.refine.search import rank_operators, search_simulated
+from relayquant.flow.refine.search import (
+    bracket_prefix,
+    rank_operators,
+    search_simulated,
+    start_trials,
+)
 from relayquant.flow.refine.wider_weights import find_wider_weights
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import (
@@ -90,9 +96,10 @@ class Suspects:
     """Operators that may cause what was seen, and what to revert next.
 
     Few are found on the calibration graph, where an operator is switched by a parameter, on bad
-    samples. The integer module decides, on some that stand for all; while it falls short, twice as
-    many more go, or, where the calibration graph sees nothing wrong, the next one that is off. Of
-    those that went so, bisection finds some to quantize again.
+    samples. The integer module decides, on some that stand for all. If it falls short, the
+    calibration graph finds more on these samples, and then twice as many go as long as it falls
+    short; or, where the calibration graph sees nothing wrong, the next one that is off. Of those
+    that went so, bisection finds some to quantize again.
 
     Attributes:
         prepared: The calibrated model.
@@ -138,6 +145,19 @@ class Suspects:
             gap.sqnr >= target for gap in attempt.gaps
         )
 
+    def find_more(self) -> list[str]:
+        """The first suspects and the most sensitive operators that are enough on the calibration
+        graph, on the samples that decide: a trial there takes less time than a module. Nothing
+        where that is no more, or where only all are enough.
+        """
+        data = open_dataset(self.judged, describe_inputs(self.prepared.mod))
+        simulation, target = Simulation(self.prepared, data), self.settings.target_sqnr
+        base = self.prepared.mapping or QConfigMapping()
+        suffices = start_trials(simulation, base, target, self.events)
+        _, count = bracket_prefix(suffices, self.order, step=len(self.first))
+        found = [name for i, name in enumerate(self.order) if i < count or name in self.first]
+        return found if len(self.first) < len(found) and count < len(self.order) else []
+
     def add_more(self, attempt: Attempt) -> list[str]:
         """What to revert next; nothing where the outputs follow, or all is in float."""
         names = list(attempt.names)
@@ -149,11 +169,11 @@ class Suspects:
         count = min(2 * len(names) + 1, len(self.order))
         return [name for i, name in enumerate(self.order) if i < count or name in names]
 
-    def list_spare(self, attempt: Attempt) -> list[str]:
-        """Operators that went on suspicion alone: the last one that was added first. In the order
-        of sensitivity, that is the least sensitive one.
+    def list_spare(self, attempt: Attempt, known: Sequence[str]) -> list[str]:
+        """Operators that went on suspicion alone, all but the ones `known`: the last one that was
+        added first. In the order of sensitivity, that is the least sensitive one.
         """
-        return [] if deviates(self.settings, attempt.gaps) else attempt.without(self.first)[::-1]
+        return [] if deviates(self.settings, attempt.gaps) else attempt.without(known)[::-1]
 
     def suffices(self, fewer: Attempt, more: Attempt) -> bool:
         """Whether fewer operators in float do as well as more."""
@@ -177,10 +197,10 @@ def find_suspects(
     bad = pick_bad(prepared, batches, gaps, max(int(guarding.search_work / each), 1))
     simulation = Simulation(prepared, open_dataset(bad, describe_inputs(prepared.mod)))
     judged = pick_typical(prepared, batches, gaps, plan_looks(prepared, guarding)[0])
-    ranged = find_run_time_qconfigs(prepared)
+    target = guarding.target_sqnr
+    ranged = find_run_time_qconfigs(prepared) if bound_sqnr(simulation) >= target else {}
     ranges = measure_ranges(simulation, ranged)
     order = rank_operators(simulation, settings.events, math.inf)
-    target = guarding.target_sqnr
     is_arithmetic = simulation.sqnr(operators) >= target > min(gap.sqnr for gap in gaps)
     if is_arithmetic:
         off = find_first_off(prepared, qmod, bad)
@@ -253,10 +273,14 @@ def revert_operators(suspects: Suspects, build: Callable[[Changes], tvm.IRModule
         widest = attempt(suspects.widest)
         if suspects.follows(widest):
             return widest
+    known = suspects.first
+    is_open = deviates(suspects.settings, found.gaps) and not suspects.is_arithmetic
+    if is_open and (enough := suspects.find_more()):
+        known, found = enough, attempt(dict.fromkeys(enough))
     while more := suspects.add_more(found):
         found = attempt(dict.fromkeys(more))
     # A module takes long to build: half of what may be spared at a time.
-    spare = suspects.list_spare(found)
+    spare = suspects.list_spare(found, known)
     while spare:
         part = spare[: -(-len(spare) // 2)]
         changes = dict.fromkeys(found.without(part))

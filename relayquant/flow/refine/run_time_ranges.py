@@ -8,6 +8,7 @@ runs on integers. The guard and `drift` try this before they put operators back 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from relayquant.analysis.sensitivity import Simulation, add_lines
 from relayquant.base.qtypes import Granularity, QParams, QSpec, Role, choose_qparams
@@ -20,7 +21,17 @@ from relayquant.stages.prepared import PreparedModel
 
 
 def find_run_time_qconfigs(prepared: PreparedModel) -> dict[str, QConfig]:
-    """Return a QConfig for each operator on integers that the backend can run so, in order.
+    """Return a QConfig for each operator on integers that the backend can run so, in order."""
+    found = list_candidates(prepared)
+    # The plan may say that an operator cannot run so after all.
+    mapping = add_lines(prepared, found, prepared.mapping or QConfigMapping())
+    plan = annotate(prepared.source, prepared.backend, mapping)
+    served = {operator.name for operator in plan.operators if operator.dynamic is not None}
+    return {name: qconfig for name, qconfig in found.items() if name in served}
+
+
+def list_candidates(prepared: PreparedModel) -> dict[str, QConfig]:
+    """Return a QConfig for each operator whose row takes ranges of the run time, in order.
 
     A range that belongs to a whole tensor is taken only where the tensor is one sample: the result
     for a sample may not depend on its neighbours in a batch.
@@ -37,11 +48,29 @@ def find_run_time_qconfigs(prepared: PreparedModel) -> dict[str, QConfig]:
         is_sample = (tensor_shape(values[operator.name]) or (0,))[0] == 1
         if (data := find_data(row, weight, is_sample=is_sample)) is not None:
             found[operator.name] = QConfig(TensorConfig(data), weight)
-    # The plan may say that an operator cannot run so after all.
-    mapping = add_lines(prepared, found, prepared.mapping or QConfigMapping())
-    plan = annotate(prepared.source, prepared.backend, mapping)
-    served = {operator.name for operator in plan.operators if operator.dynamic is not None}
-    return {name: qconfig for name, qconfig in found.items() if name in served}
+    return found
+
+
+def bound_sqnr(simulation: Simulation) -> float:
+    """Return the worst output's SQNR in dB with exact data: only the weights of operators that may
+    have ranges of the run time are rounded. Such ranges hardly give more.
+    """
+    prepared = simulation.prepared
+    names, plan = list_candidates(prepared), prepared.plan
+    rounded = [
+        replace(
+            operator,
+            operands=tuple(
+                (part, key)
+                for part, key in operator.operands
+                if plan.group(key).info.role is Role.WEIGHT
+            ),
+            output=None,
+        )
+        for operator in plan.operators
+        if operator.name in names
+    ]
+    return simulation.sqnr(rounded)
 
 
 def measure_ranges(

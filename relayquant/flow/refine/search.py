@@ -396,24 +396,8 @@ def search_simulated(
     again, the least sensitive first, twice as many at a time after each success. All of `order`
     when nothing else suffices. Ends early at the deadline with what it has.
     """
-    trials, prepared = itertools.count(1), simulation.prepared
-    find_remaining = plan_without(prepared.source, prepared.backend, base)
-
-    def suffices(names: Sequence[str]) -> bool:
-        remaining = find_remaining(names)
-        is_met = simulation.score(remaining) >= bound
-        events.on_progress(ProgressEvent("find operators", next(trials), None, unit="trial"))
-        if is_met:  # what is tried next differs little from it
-            simulation.start_from(remaining)
-        return is_met
-
-    low, high, step = 0, len(order), 1  # `low` operators do not suffice, `high` do
-    while high - low > 1 and time.monotonic() < deadline:
-        middle = min(max(step, low + 1), high - 1) if high == len(order) else (low + high) // 2
-        if suffices(order[:middle]):
-            high = middle
-        else:
-            low, step = middle, 2 * middle
+    suffices = start_trials(simulation, base, bound, events)
+    low, high = bracket_prefix(suffices, order, deadline)
     if high == len(order) and time.monotonic() >= deadline:
         return list(order[: max(low, 1)])  # not enough, but the nearest that was seen
     names = list(order[:high])
@@ -428,6 +412,45 @@ def search_simulated(
         else:
             end = start
     return names
+
+
+def start_trials(
+    simulation: Simulation, base: QConfigMapping, bound: float, events: CallbackList
+) -> Callable[[Sequence[str]], bool]:
+    """Return what says whether the simulated model without these operators scores at least
+    `bound`.
+    """
+    trials, prepared = itertools.count(1), simulation.prepared
+    find_remaining = plan_without(prepared.source, prepared.backend, base)
+
+    def suffices(names: Sequence[str]) -> bool:
+        remaining = find_remaining(names)
+        is_met = simulation.score(remaining) >= bound
+        events.on_progress(ProgressEvent("find operators", next(trials), None, unit="trial"))
+        if is_met:  # what is tried next differs little from it
+            simulation.start_from(remaining)
+        return is_met
+
+    return suffices
+
+
+def bracket_prefix(
+    suffices: Callable[[Sequence[str]], bool],
+    order: Sequence[str],
+    deadline: float = math.inf,
+    step: int = 1,
+) -> tuple[int, int]:
+    """(how many operators at the beginning do not suffice, how many do), next to each other unless
+    the deadline comes first. By doubling from `step`, and bisection; all of them do.
+    """
+    low, high = 0, len(order)
+    while high - low > 1 and time.monotonic() < deadline:
+        middle = min(max(step, low + 1), high - 1) if high == len(order) else (low + high) // 2
+        if suffices(order[:middle]):
+            high = middle
+        else:
+            low, step = middle, 2 * middle
+    return low, high
 
 
 def rank_operators(

@@ -525,10 +525,13 @@ ORDER = tuple(f"o{i}" for i in range(12))
 @pytest.fixture
 def revert(monkeypatch):
     """`revert_operators` of a model that is nothing but a function: names that are put back -> gap
-    of the outputs. Returns what it returns, and all that was tried.
+    of the outputs. Returns what it returns, and all that was tried. On the calibration graph, the
+    samples that decide need the operators `known`; None: all.
     """
 
-    def run(gap, simulated=("o8",), off=(), ranged=(), bound=99.0, wider=()):
+    def run(
+        gap, simulated=("o8",), off=(), ranged=(), bound=99.0, wider=(), known=None, exact=99.0
+    ):
         tried: list[tuple[str, ...]] = []
         others = iter([*off, *[""] * 20])
 
@@ -548,6 +551,8 @@ def revert(monkeypatch):
             "find_rounding_operators": lambda *_: [],
             "find_run_time_qconfigs": lambda _: dict.fromkeys(ranged, RANGED),
             "find_wider_weights": lambda _: dict.fromkeys(wider, WIDER),
+            "start_trials": lambda *_: lambda names: known is not None and known <= {*names},
+            "bound_sqnr": lambda _: exact,
             "measure_ranges": lambda *_: [],
             "forecast_sqnr": lambda *_: bound,
             "count_all_macs": lambda *_: 0,
@@ -596,6 +601,25 @@ def test_revert__no_more_stay_in_float_than_must(revert, needed):
     assert len(set(tried)) == len(tried)
 
 
+@pytest.mark.parametrize("last", range(11))
+def test_revert__the_calibration_graph_says_how_many_more_go(revert, last):
+    """As many as the samples that decide need there: no modules of more, and none of fewer."""
+    known = {"o0", f"o{last}"}
+    names, tried = revert(lambda names: OutputGap(60.0 if known <= names else 0.0), known=known)
+    steps = [("o8",), tuple(each for each in ORDER if each in ORDER[: last + 1] or each == "o8")]
+    assert tried == steps
+    assert names == steps[-1]
+
+
+def test_revert__where_the_calibration_graph_names_too_few_more_go(revert):
+    """Of what goes then, as many are taken back as can be; nothing that the graph named."""
+    needed = {"o2", "o3"}
+    names, tried = revert(lambda names: OutputGap(60.0 if needed <= names else 0.0), known={"o1"})
+    assert tried[:3] == [("o8",), ("o0", "o1", "o8"), (*ORDER[:7], "o8")]
+    assert names == ("o0", "o1", "o2", "o3", "o8")
+    assert all({"o0", "o1", "o8"} <= {*fewer} for fewer in tried[1:])
+
+
 @pytest.mark.parametrize(
     ("whole", "spared", "taken_back"),
     [
@@ -621,10 +645,15 @@ def test_revert__what_can_be_spared_is_taken_back(revert, whole, spared, taken_b
     assert removed == [{"o1", "o2"}, {"o2"}, {"o1"}], "the least sensitive first"
 
 
-@pytest.mark.parametrize(("bound", "built"), [(20.0, 2), (19.9, 0)])
-def test_revert__ranges_at_run_time_come_first_where_weights_leave_room(revert, bound, built):
+@pytest.mark.parametrize(
+    ("bound", "exact", "built"), [(20.0, 20.0, 2), (19.9, 20.0, 0), (99.0, 19.9, 0)]
+)
+def test_revert__ranges_at_run_time_come_first_where_weights_leave_room(
+    revert, bound, exact, built
+):
     """Modules with ranges of the run time are built where the target is expected of them."""
-    names, tried = revert(lambda _: OutputGap(17.0), ("o7",), (), ("o6", "o7"), bound)
+    gap = OutputGap(17.0)
+    names, tried = revert(lambda _: gap, ("o7",), (), ("o6", "o7"), bound, exact=exact)
     milder = [{"o7": RANGED}, {"o7": RANGED, "o6": RANGED}]
     assert tried == [*milder[:built], ("o7",)]
     assert names == ("o7",)

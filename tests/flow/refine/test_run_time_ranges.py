@@ -13,6 +13,7 @@ import relayquant as rq
 from relayquant.analysis.sensitivity import Simulation
 from relayquant.config import Granularity
 from relayquant.flow.refine.run_time_ranges import (
+    bound_sqnr,
     find_run_time_qconfigs,
     forecast_sqnr,
     measure_ranges,
@@ -108,6 +109,31 @@ def test_forecast_sqnr__each_sample_has_its_own_range(is_shared):
     changes = {**qconfigs, "b": None} if is_shared else qconfigs
     found = forecast_sqnr(simulation, changes, ranges)
     assert found == pytest.approx(10 * np.log10(signal / noise), abs=0.02)
+
+
+def test_bound_sqnr__is_what_exact_data_gives():
+    """The weights alone are rounded: of a product that cannot have such ranges, nothing is."""
+    rng = np.random.default_rng(5)
+    weight, other = rng.standard_normal((2, 8, 8, 1, 1)).astype("float32")
+
+    def body(emit, x):
+        first = emit("a", relax.op.nn.conv2d(x, relax.const(weight)))
+        return emit("b", relax.op.nn.conv2d(first, relax.const(other)))
+
+    data = [rng.uniform(-1, 1, (1, 8, 4, 4)).astype("float32") for _ in range(3)]
+    qconfig = rq.get_backend_config("x86").default_qconfig
+    mapping = rq.QConfigMapping().set_global(qconfig).set_module_name("b", None)
+    prepared = rq.prepare(
+        build_model(body, (1, 8, 4, 4)), backend="x86", effort="fast", qconfig_mapping=mapping
+    )
+    prepared = rq.calibrate(prepared, data)
+    scale = prepared.parameters["a:weight"].scale.reshape(-1, 1)
+    exact, last = weight[..., 0, 0], other[..., 0, 0]
+    pixels = np.concatenate([batch.reshape(8, 16) for batch in data], axis=1)
+    noise = last @ (np.rint(exact / scale) * scale - exact) @ pixels
+    want = 10 * np.log10(np.sum((last @ exact @ pixels) ** 2) / np.sum(noise**2))
+    simulation = Simulation(prepared, [{"x": batch} for batch in data])
+    assert bound_sqnr(simulation) == pytest.approx(want, abs=0.02)
 
 
 @pytest.mark.slow
