@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from relayquant.torch.exporting import export
     from relayquant.torch.finetuning.entry import finetune
     from relayquant.torch.integer_module import as_module, compare
-    from relayquant.torch.training import from_relax, prepare_qat
+    from relayquant.torch.training.entry import from_relax, prepare_qat
 
 __all__ = [
     "PrepareCustomConfig",
@@ -44,6 +44,6 @@ __getattr__, __dir__ = lazy.gather(
         "relayquant.torch.exporting": "export",
         "relayquant.torch.finetuning.entry": "finetune",
         "relayquant.torch.integer_module": "as_module compare",
-        "relayquant.torch.training": "from_relax prepare_qat",
+        "relayquant.torch.training.entry": "from_relax prepare_qat",
     },
 )

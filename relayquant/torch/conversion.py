@@ -13,7 +13,7 @@ from relayquant.base.arguments import check_arguments
 from relayquant.errors import ConfigError
 from relayquant.flow.pipeline import convert_model
 from relayquant.stages.prepared import PreparedModel
-from relayquant.torch.training import import_trainable
+from relayquant.torch.training.entry import import_trainable
 
 
 @runtime_checkable
@@ -90,6 +90,6 @@ def convert_to_reference(prepared: Any) -> Any:
             f"prepare_qat or from_relax, got {type(prepared).__name__}.",
             code="RQ105",
         )
-    from relayquant.torch.reference_module import ReferenceModule
+    from relayquant.torch.interpreter.reference_module import ReferenceModule
 
     return ReferenceModule(convert_model(prepared), prepared.graph.inputs)

@@ -29,7 +29,7 @@ def as_module(mod: tvm.IRModule) -> Any:
     Raises:
         MissingDependencyError: PyTorch is not installed.
     """
-    from relayquant.torch.training import import_trainable
+    from relayquant.torch.training.entry import import_trainable
 
     import_trainable()
     from relayquant.torch.compiled_module import IntegerModule

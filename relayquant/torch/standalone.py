@@ -32,7 +32,7 @@ from relayquant.stages.effort import default_mapping
 from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.custom_config import PrepareCustomConfig, StandaloneRule, make_optional
 from relayquant.torch.exporting import export, free_batch, load, load_module
-from relayquant.torch.reference_module import ReferenceModule
+from relayquant.torch.interpreter.reference_module import ReferenceModule
 from relayquant.torch.submodule_cut import (
     CutModule,
     SubmoduleCall,

@@ -25,7 +25,7 @@ from relayquant.flow.pipeline import lower_prepared
 from relayquant.ir.rewrite.bind import Model, split_model
 from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.finetuning.settings import FinetuneSettings, Loss, TrainingData
-from relayquant.torch.training import from_relax, import_trainable
+from relayquant.torch.training.entry import from_relax, import_trainable
 
 
 @check_arguments

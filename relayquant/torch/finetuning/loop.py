@@ -36,7 +36,7 @@ from relayquant.torch.finetuning.state import (
     write_state,
 )
 from relayquant.torch.finetuning.units import find_scaled, measure_units
-from relayquant.torch.trainable import TrainableModule
+from relayquant.torch.training.trainable import TrainableModule
 
 FORMAT = "relayquant.training.3"
 

@@ -20,10 +20,10 @@ from relayquant.stages.calibration.weights.fit import correct_bias, fit_operator
 from relayquant.stages.calibration.weights.pick import OperatorFit, find_fits
 from relayquant.stages.calibration.weights.statistics import InputStatistics
 from relayquant.stages.calibration.weights.target import solve_target
-from relayquant.torch.program import TorchProgram, Values
-from relayquant.torch.rounding import FakeQuantize
-from relayquant.torch.start import MARGIN, reshape_scale
-from relayquant.torch.trainable import TrainableModule, name_parameter
+from relayquant.torch.interpreter.program import TorchProgram, Values
+from relayquant.torch.training.rounding import FakeQuantize
+from relayquant.torch.training.start import MARGIN, reshape_scale
+from relayquant.torch.training.trainable import TrainableModule, name_parameter
 
 #: maximum number of values in the sampled rows of an operator's input, and of rows; seed of the
 #: choice

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from relayquant.torch.trainable import TrainableModule
+from relayquant.torch.training.trainable import TrainableModule
 
 State = dict[str, np.ndarray]
 

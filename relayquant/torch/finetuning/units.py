@@ -11,8 +11,8 @@ from torch import nn
 
 from relayquant.ir.ops.find import find_pattern, match_operator
 from relayquant.ir.rewrite import Graph
-from relayquant.torch.rounding import FakeQuantize, align_channels
-from relayquant.torch.trainable import TrainableModule, name_parameter
+from relayquant.torch.training.rounding import FakeQuantize, align_channels
+from relayquant.torch.training.trainable import TrainableModule, name_parameter
 
 #: unit of tensors whose numbers are all near 0, such as a bias before training
 LEAST_UNIT = 1e-2

@@ -94,7 +94,7 @@ def test_attributes__in_both_libraries(name):
     """Training computes what the reference computes, or says which attribute it does not have."""
     torch = pytest.importorskip("torch", reason="pip install torch")
     from relayquant.stages.prepared import CalibrationGraph
-    from relayquant.torch.program import build_program
+    from relayquant.torch.interpreter.program import build_program
 
     b, calls = draw(name)
     (inputs,) = draw_inputs(b, 1)

@@ -20,7 +20,7 @@ from relayquant.ir.reference import qnn
 torch = pytest.importorskip("torch", reason="pip install torch")
 
 from relayquant.config import Ranges  # noqa: E402
-from relayquant.torch.rounding import FakeQuantize, RoundTrip, round_softly  # noqa: E402
+from relayquant.torch.training.rounding import FakeQuantize, RoundTrip, round_softly  # noqa: E402
 
 SHAPE = (4, 3, 5)
 DTYPES = ("int8", "uint8", "int16", "uint16")

@@ -30,7 +30,7 @@ torch = pytest.importorskip("torch", reason="pip install torch")
 from torch_models import InvertedResiduals, ResidualNet, Transformer, make  # noqa: E402
 
 from relayquant.config import BatchNorm, Ranges  # noqa: E402
-from relayquant.torch.trainable import name_parameter  # noqa: E402
+from relayquant.torch.training.trainable import name_parameter  # noqa: E402
 
 STEPS = 3
 

@@ -17,9 +17,9 @@ from relayquant.ir.fourier import write_products  # noqa: E402
 from relayquant.ir.reference import run  # noqa: E402
 from relayquant.ir.reference.relax import OPERATORS  # noqa: E402
 from relayquant.stages.prepared import CalibrationGraph  # noqa: E402
-from relayquant.torch import operators, program  # noqa: E402
-from relayquant.torch.operators import TORCH_OPERATORS  # noqa: E402
-from relayquant.torch.program import build_program  # noqa: E402
+from relayquant.torch.interpreter import operators, program  # noqa: E402
+from relayquant.torch.interpreter.operators import TORCH_OPERATORS  # noqa: E402
+from relayquant.torch.interpreter.program import build_program  # noqa: E402
 
 #: What the reference has and torch models are not made of: integers, indices, creation.
 MISSING = {

@@ -1,8 +1,8 @@
 """The row type of the table of Relax operators: the function of an operator for any array library.
 
 A function that numpy and PyTorch share is written once, over the library `xp`:
-`numpy_library.Numpy` or `relayquant.torch.operators.Torch`. Functions that differ, such as sums in
-a fixed order or functions with a custom gradient, are methods of both libraries.
+`numpy_library.Numpy` or `relayquant.torch.interpreter.operators.Torch`. Functions that differ, such
+as sums in a fixed order or functions with a custom gradient, are methods of both libraries.
 """
 
 from __future__ import annotations

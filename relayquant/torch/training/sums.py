@@ -11,7 +11,7 @@ from tvm import relax
 from relayquant.ir.plan import Plan
 from relayquant.ir.rewrite.expressions import FunctionGraph, op_name
 from relayquant.stages.prepared import PreparedModel
-from relayquant.torch.program import TorchProgram
+from relayquant.torch.interpreter.program import TorchProgram
 
 #: operators after a sum that do the same to integers
 CLIPS = ("relax.nn.relu", "relax.clip")

@@ -15,7 +15,7 @@ from torch import nn
 from relayquant.errors import ConfigError
 from relayquant.ir.rewrite.function import read_sources
 from relayquant.stages.prepared import PreparedModel
-from relayquant.torch.program import ConstantPlace
+from relayquant.torch.interpreter.program import ConstantPlace
 
 #: relative difference of a weight from itself, after a batch norm was folded into it and taken out
 TOLERANCE = 1e-5

@@ -28,7 +28,7 @@ from relayquant.ir.rewrite.graph import iterate_results
 from relayquant.ir.rewrite.index_limits import describe_places, find_index_limits
 from relayquant.ir.rewrite.lifetimes import find_ends
 from relayquant.stages.prepared import CalibrationGraph
-from relayquant.torch.operators import TRAINED_ROWS, find_form, follow_clamps
+from relayquant.torch.interpreter.operators import TRAINED_ROWS, find_form, follow_clamps
 from relayquant.torch.submodule_cut import Placeholder
 
 #: (key of a group, channel axis, value) -> the value rounded by the group
@@ -263,7 +263,7 @@ class ProgramBuilder:
             listed = ", ".join(f"{op} ({name!r})" for op, name in sorted(self.missing.items()))
             raise ModelError(
                 f"{format_count(len(self.missing), 'operator')} of the model cannot be trained: "
-                f"{listed}. Allowed are the operators of relayquant.torch.operators.",
+                f"{listed}. Allowed are the operators of relayquant.torch.interpreter.operators.",
                 code="RQ206",
             )
         body = self.main.body

@@ -34,16 +34,16 @@ from relayquant.ir.rewrite.bind import Model, split_model
 from relayquant.stages.backends import resolve_backend
 from relayquant.stages.effort import default_mapping, resolve_effort
 from relayquant.stages.prepared import PreparedModel
-from relayquant.torch.batch_norm import FoldedNorm, Normalization, find_folded, find_norms
 from relayquant.torch.custom_config import PrepareCustomConfig
 from relayquant.torch.exporting import check_module, check_state, export, free_batch
 from relayquant.torch.exporting import load as load_program
+from relayquant.torch.training.batch_norm import FoldedNorm, Normalization, find_folded, find_norms
 from relayquant.torch.user_mapping import read_mapping
 
 if TYPE_CHECKING:
     from relayquant.torch.call_form import CallForm
     from relayquant.torch.standalone import Unit
-    from relayquant.torch.trainable import TrainableModule
+    from relayquant.torch.training.trainable import TrainableModule
 
 
 @check_arguments
@@ -112,7 +112,7 @@ def prepare_qat(
         DataError: the data does not fit the module.
     """
     check_module(module)
-    from relayquant.torch.random_numbers import warn_random
+    from relayquant.torch.training.random_numbers import warn_random
 
     warn_random(module, example_inputs, example_kwargs)
     inputs, config, backend = example_inputs, prepare_custom_config, resolve_backend(backend)
@@ -297,7 +297,7 @@ def import_trainable() -> Any:
     """
     with needed("Training needs PyTorch", "relayquant[torch]"):
         import torch  # noqa: F401 # pyright: ignore[reportMissingImports]
-    from relayquant.torch import trainable
+    from relayquant.torch.training import trainable
 
     return trainable
 

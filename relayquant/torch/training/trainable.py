@@ -22,24 +22,30 @@ from relayquant.ir.ledger import InterfaceValue
 from relayquant.ir.rewrite import Emitter, rewrite_main
 from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.stages.prepared import PreparedModel
-from relayquant.torch.batch_norm import FoldedNorm
 from relayquant.torch.call_form import CallForm
 from relayquant.torch.exporting import export, load
-from relayquant.torch.live_batch_norm import LiveBatchNorm
-from relayquant.torch.origins import Origins, Tie, find_ties, is_frozen
-from relayquant.torch.program import (
+from relayquant.torch.interpreter.program import (
     ConstantPlace,
     TorchProgram,
     Values,
     Visitor,
     build_program,
 )
-from relayquant.torch.reference_module import ReferenceModule
-from relayquant.torch.rounding import MOMENTUM, FakeQuantize, align_channels
+from relayquant.torch.interpreter.reference_module import ReferenceModule
 from relayquant.torch.standalone import Unit, finish_reference
-from relayquant.torch.start import check_trainable, start_constant
 from relayquant.torch.submodule_cut import Parts, name_parameter
-from relayquant.torch.sums import Sum, find_bias_scales, find_chained, find_input_groups, find_sums
+from relayquant.torch.training.batch_norm import FoldedNorm
+from relayquant.torch.training.live_batch_norm import LiveBatchNorm
+from relayquant.torch.training.origins import Origins, Tie, find_ties, is_frozen
+from relayquant.torch.training.rounding import MOMENTUM, FakeQuantize, align_channels
+from relayquant.torch.training.start import check_trainable, start_constant
+from relayquant.torch.training.sums import (
+    Sum,
+    find_bias_scales,
+    find_chained,
+    find_input_groups,
+    find_sums,
+)
 
 #: smaller integers are exact in float32
 EXACT_INTEGERS = 2**24

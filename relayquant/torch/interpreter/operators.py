@@ -21,7 +21,7 @@ from relayquant.ir.reference.relax.row import Row, bind_rows, to_ints
 from relayquant.ir.reference.relax.windows import get_window
 from relayquant.ir.reference.unary import Unary
 from relayquant.ir.rewrite.conv_view import ConvView, expand_per_axis, get_spatial_letters
-from relayquant.torch.recurrent import run_gru, run_lstm, run_rnn
+from relayquant.torch.interpreter.recurrent import run_gru, run_lstm, run_rnn
 
 Tensor = torch.Tensor
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from relayquant.errors import ModelError
-from relayquant.torch.batch_norm import FoldedNorm
-from relayquant.torch.rounding import align_channels
+from relayquant.torch.training.batch_norm import FoldedNorm
+from relayquant.torch.training.rounding import align_channels
 
 
 class LiveBatchNorm(nn.Module):

@@ -20,7 +20,7 @@ from relayquant.errors import ModelError
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 from relayquant.stages.prepared import CalibrationGraph
-from relayquant.torch.program import ProgramBuilder, Reader, Values, make_conform
+from relayquant.torch.interpreter.program import ProgramBuilder, Reader, Values, make_conform
 from relayquant.torch.submodule_cut import Parts, Placeholder, TensorTree
 
 QUANTIZE_ROWS = "relax.qnn.quantize_rows"

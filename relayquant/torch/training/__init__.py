@@ -1,0 +1,1 @@
+"""Quantization-aware training: `entry` has the calls, `trainable` the module that trains."""
