@@ -16,7 +16,7 @@ from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
 from relayquant.codegen.kernels.isa.select import select_bf16
 from relayquant.codegen.legalization.table import LEGALIZATIONS
 from relayquant.codegen.lowering.attention import lower_attention
-from relayquant.codegen.lowering.floating import lower_float
+from relayquant.codegen.lowering.floating.lower import lower_float
 from relayquant.codegen.lowering.grouped import lower_grouped
 from relayquant.codegen.lowering.integer.lower import has_integer_main, lower_integer
 from relayquant.codegen.lowering.masked_attention import lower_masked_attention

@@ -14,7 +14,7 @@ from tvm import relax
 from tvm.ir import Call, IRModule
 from tvm.relax.dpl import is_op, wildcard
 
-from relayquant.codegen.lowering.floating import (
+from relayquant.codegen.lowering.floating.convolution import (
     CONV_LAYOUT,
     CONV_TRANSPOSE_LAYOUT,
     SEQUENCE_LAYOUT,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tvm import relax, tirx
 from tvm.ir import Call, IRModule, Op, Type
 
-from relayquant.codegen.lowering.floating import read_conv2d_transpose
+from relayquant.codegen.lowering.floating.convolution import read_conv2d_transpose
 from relayquant.codegen.rewrites.transposed_blocks import makes_blocks
 from relayquant.ir.reference.relax.row import list_axes
 from relayquant.ir.rewrite.casts import CALL_PACKED, hide_cast, show_cast

@@ -18,7 +18,7 @@ from tvm.ir import Call
 
 from relayquant.codegen.kernels.windows import PixelBlocks, make_blocks
 from relayquant.codegen.lowering.engine import mark_kernel
-from relayquant.codegen.lowering.floating import CONV_LAYOUT, CONV_TRANSPOSE_LAYOUT
+from relayquant.codegen.lowering.floating.convolution import CONV_LAYOUT, CONV_TRANSPOSE_LAYOUT
 from relayquant.codegen.lowering.integer.linear import order_transposed_weight
 from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.legality import list_calls

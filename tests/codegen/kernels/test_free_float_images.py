@@ -29,7 +29,7 @@ from relayquant.codegen.kernels.floating.convolution.free_depthwise import make_
 from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, FloatIsa
 from relayquant.codegen.kernels.windows import ConvWindows
-from relayquant.codegen.lowering.floating import lower_float
+from relayquant.codegen.lowering.floating.lower import lower_float
 from relayquant.codegen.rewrites.layout import convert_layout
 from relayquant.codegen.rewrites.transposed_blocks import make_pixel_blocks
 from relayquant.codegen.rewrites.transposed_sequences import lay_sequences

@@ -17,7 +17,7 @@ from relayquant.codegen.kernels.isa.select import has_isa, select_bf16
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.library.expanded_weights import EXPAND_WEIGHTS
 from relayquant.codegen.lowering import floating
-from relayquant.codegen.lowering.floating import lower_float
+from relayquant.codegen.lowering.floating.lower import lower_float
 from relayquant.codegen.rewrites.layout import convert_layout
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
 from relayquant.ir.rewrite.expressions import op_name

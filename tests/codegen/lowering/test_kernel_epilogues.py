@@ -14,8 +14,8 @@ from relayquant.codegen.eager import EagerModule
 from relayquant.codegen.eager.product import ProductStep
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
-from relayquant.codegen.lowering import floating
 from relayquant.codegen.lowering.engine import BlockView, KernelTable
+from relayquant.codegen.lowering.floating.context import TAKES
 from relayquant.codegen.lowering.integer.epilogue import UNBIASED_TAKES, follow_product
 from relayquant.codegen.lowering.kernel_call import KernelContext
 from relayquant.codegen.rewrites.layout import convert_layout
@@ -48,7 +48,7 @@ def take_float(mod: tvm.IRModule) -> Taken:
     for var, value in graph.values.items():
         if op_name(value) in PRODUCTS:
             chain = EpilogueChain((var,), var.ty.ndim - 1, int(var.ty.shape.values[-1]))
-            chains.append(follow_epilogue(graph, chain, floating.TAKES))
+            chains.append(follow_epilogue(graph, chain, TAKES))
     return summarize(graph, chains)
 
 

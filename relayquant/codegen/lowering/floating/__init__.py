@@ -1,0 +1,1 @@
+"""Float operators -> calls of float kernels. `lower` tries the rules."""
