@@ -16,7 +16,7 @@ from relayquant.codegen.kernels.isa.bf16 import VECTORS_BF16
 from relayquant.codegen.kernels.isa.select import has_isa, select_bf16
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.library.expanded_weights import EXPAND_WEIGHTS
-from relayquant.codegen.lowering import floating
+from relayquant.codegen.lowering.floating import lower
 from relayquant.codegen.lowering.floating.lower import lower_float
 from relayquant.codegen.rewrites.layout import convert_layout
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
@@ -179,7 +179,7 @@ def test_compile__bf16_between_products_keeps_the_bits(monkeypatch):
     mod = make_module(emit, (2, 3, 12, 12))
     x = rng.standard_normal((2, 3, 12, 12)).astype("float32")
     narrow = rq.Executor(rq.compile(mod, precision="bf16")).run("main", [x])[0]
-    monkeypatch.setattr(floating, "store_narrow", lambda calls, block: calls)
+    monkeypatch.setattr(lower, "store_narrow", lambda calls, block: calls)
     wide = rq.Executor(rq.compile(mod, precision="bf16")).run("main", [x])[0]
     np.testing.assert_array_equal(narrow, wide)
 
