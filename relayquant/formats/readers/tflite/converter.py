@@ -23,7 +23,7 @@ from relayquant.errors import ModelError, RelayQuantError, format_count
 from relayquant.formats.readers.names import MARK, SourceNode
 from relayquant.formats.readers.refusal import OTHERWISE, NotConstant, Refusal, describe_failure
 from relayquant.formats.readers.tflite.control_flow import FLOW, STATE, AssignedVariable
-from relayquant.formats.readers.tflite.operators import OPERATORS
+from relayquant.formats.readers.tflite.operators.table import OPERATORS
 from relayquant.formats.readers.tflite.options import name_custom_operator
 from relayquant.formats.readers.tflite.recurrent import LAYERS, check_floats, convert_layer
 from relayquant.formats.readers.tflite.sizes import OpenSizes, read_signature

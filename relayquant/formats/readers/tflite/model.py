@@ -21,7 +21,7 @@ from relayquant.formats.readers.names import SourceNode, name_values
 from relayquant.formats.readers.refusal import OTHERWISE
 from relayquant.formats.readers.state import StatePair, hold_state
 from relayquant.formats.readers.tflite.converter import FRONTEND, Converter, VariableTable
-from relayquant.formats.readers.tflite.operators import CUSTOM_OPERATORS
+from relayquant.formats.readers.tflite.operators.table import CUSTOM_OPERATORS
 from relayquant.formats.readers.tflite.options import name_custom_operator, read_options
 from relayquant.formats.readers.tflite.sizes import OpenSizes, check_same, choose_sizes
 from relayquant.formats.readers.tflite.tables import check_tables, list_codes, open_model

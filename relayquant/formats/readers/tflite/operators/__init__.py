@@ -1,0 +1,1 @@
+"""TensorFlow Lite reader: conversions of operators, by family. `table` lists them."""
