@@ -31,7 +31,7 @@ from relayquant_runtime.bundle import Bundle, read_bundle
 from relayquant_runtime.elf import HEAD, read_length, read_machine
 from relayquant_runtime.errors import LibraryError
 from relayquant_runtime.flags import read_flags
-from relayquant_runtime.tiles import may_use_tiles
+from relayquant_runtime.tiles import uses_tiles
 from relayquant_runtime.vm_errors import (
     ArgumentError,
     advise_rank,
@@ -153,9 +153,10 @@ class Library:
 
     def describe(self) -> str:
         """Describe the library in a few lines: target, functions with inputs and outputs, state,
-        and the instructions with which this process multiplies bytes.
+        and the instructions with which the library multiplies bytes.
 
         A process that may not use the tiles of AMX runs the same kernels on vectors; it is said.
+        The library asks Linux when it first runs, and keeps the answer.
         """
         described = read_description(self.path)
         target = described.get("target", {"triple": "an unknown target", "cpu": "unknown CPU"})
@@ -167,7 +168,7 @@ class Library:
             lines.append(f"{name}({inputs}) -> {outputs}")
         lines.append(f"state: {', '.join(map(format_value, self._values)) or 'none'}")
         first, *refused = described.get("products", ["int8 products: not known"])
-        lines.append(refused[0] if refused and not may_use_tiles() else first)
+        lines.append(refused[0] if refused and not uses_tiles(open_again(self.path)) else first)
         return "\n".join(lines)
 
     @property
@@ -362,11 +363,15 @@ def check_instructions(path: Path) -> None:
         )
 
 
+def open_again(path: Path) -> ctypes.CDLL:
+    """Return a loaded library, for its data."""
+    return ctypes.CDLL(spell_version(path))
+
+
 def read_description(path: Path) -> dict[str, Any]:
     """What a loaded library says about itself; {} if it says nothing."""
     try:
-        loaded = ctypes.CDLL(spell_version(path))
-        text = ctypes.c_char.in_dll(loaded, LIBRARY_DESCRIPTION)
+        text = ctypes.c_char.in_dll(open_again(path), LIBRARY_DESCRIPTION)
     except ValueError:
         return {}
     return json.loads(ctypes.string_at(ctypes.addressof(text)))

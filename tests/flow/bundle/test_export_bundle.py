@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import os
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,7 @@ from relayquant.data.item import InputInfo
 from relayquant.errors import FileError
 from relayquant.flow.bundle.export import describe_preprocessing
 from relayquant.flow.bundle.runtime_libraries import LIBRARIES, find_runtime
-from relayquant_runtime import RUNTIME, Library, LibraryError
+from relayquant_runtime import RUNTIME, Library, LibraryError, open_again
 from relayquant_runtime import bundle as reader
 from relayquant_runtime.elf import read_machine
 
@@ -49,8 +51,8 @@ COUNTER = rq.with_state(Counter, [rq.StateValue("count", (), "float32")])
 
 
 @functools.cache
-def quantize_pictures():
-    mod = build_model(lambda emit, x: emit.conv("a", x, 4), PICTURES)
+def quantize_pictures(shape=PICTURES, channels: int = 4):
+    mod = build_model(lambda emit, x: emit.conv("a", x, channels), shape)
     data = draw_batches(mod, 2)
     integers = {"input_dtypes": {"x": "uint8"}, "output_dtypes": {"a": "uint8"}}
     options = {"backend": "x86", "effort": "fast", "guard": "off", "callbacks": ()}
@@ -157,6 +159,7 @@ def test_bundle__runs_without_the_package_apache_tvm(bundle):
 
 MANY = """
 import importlib.util, sys
+from itertools import product
 from pathlib import Path
 import numpy as np
 found = importlib.util.find_spec
@@ -190,14 +193,19 @@ def test_bundle__two_in_a_process_share_the_runtime(bundle, tmp_path):
 
 def test_library_describe__says_whether_tiles_are_in_use(tmp_path, monkeypatch):
     """The library is compiled for a CPU with AMX, and loaded where nothing of it is run."""
-    executable = rq.compile(quantize_pictures(), "llvm -mcpu=sapphirerapids")
+    qmod = quantize_pictures((1, 64, 9, 9), 64)  # it takes tiles
+    executable = rq.compile(qmod, "llvm -mcpu=sapphirerapids")
     executable.export_library(str(tmp_path / "m.so"))
     library = Library(tmp_path / "m.so")
-    for is_allowed, told in ((True, "on tiles"), (False, "may not use the tiles")):
-        monkeypatch.setattr("relayquant_runtime.may_use_tiles", lambda answer=is_allowed: answer)
+    loaded = open_again(tmp_path / "m.so")
+    answer = ctypes.c_uint8.in_dll(loaded, "relayquant_tile_permission")
+    told = {True: "on tiles", False: "may not use the tiles"}
+    for is_allowed, uses in product((True, False), (None, True, False)):
+        monkeypatch.setattr("relayquant_runtime.tiles.may_use_tiles", lambda now=is_allowed: now)
+        answer.value = {None: 0, True: 1, False: 2}[uses]  # what the library was told when it asked
         first, *_, last = library.describe().splitlines()
         assert first.endswith("linux-gnu, sapphirerapids")
-        assert told in last
+        assert told[is_allowed if uses is None else uses] in last
 
 
 def test_bundle__is_replaced_and_nothing_else_is(bundle, tmp_path):

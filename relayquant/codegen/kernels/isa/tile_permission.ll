@@ -4,9 +4,10 @@
 ; use them from now on, in all of its threads and forked children. Kernels of Linux before 5.16, CPUs
 ; without AMX, sandboxes that filter system calls, and small signal stacks refuse. Without the
 ; permission the first tile instruction ends the process. Threads that ask at the same time get the
-; same answer. Every library has its own copy of the answer: 0 not asked, 1 granted, 2 refused.
+; same answer. Every library has its own copy of the answer: 0 not asked, 1 granted, 2 refused. The
+; runtime reads it (tiles.py there).
 
-@relayquant_tile_permission = linkonce_odr hidden global i8 0
+@relayquant_tile_permission = linkonce_odr protected global i8 0
 
 define linkonce_odr hidden i32 @relayquant_may_use_tiles() {
 entry:
