@@ -35,7 +35,7 @@ from relayquant.ir.rewrite.casts import canonicalize_bindings
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
 from relayquant.ir.rewrite.function import is_one_block, list_functions
 from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
-from relayquant.ir.rewrite.moves import list_permutation
+from relayquant.ir.rewrite.moves import keeps_order, list_permutation
 from relayquant.ir.rewrite.walker import tidy_module
 
 #: Layouts of data and weight that the kernels take.
@@ -203,6 +203,33 @@ def _transpose_of_unit_axes() -> Rule:
     return Rule("transpose of unit axes", pattern, rewrite)
 
 
+def _transposes_around_reshape() -> Rule:
+    """Replace permute_dims(reshape(permute_dims(x))) by reshape(x) if it has the order of x.
+
+    So do depthwise convolutions between dense layers: rows (N, H * W, C) are turned to NCHW and,
+    for the kernel, to NHWC.
+    """
+    data, shape = wildcard(), wildcard()
+    inner = is_op("relax.permute_dims")(data)
+    reshaped = is_op("relax.reshape")(inner, shape)
+    pattern = Pattern(is_op("relax.permute_dims")(reshaped), {"reshaped": reshaped, "shape": shape})
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        call = match.graph.call_of(match.parts["reshaped"])
+        inner = None if call is None else match.graph.call_of(call.args[0])
+        if call is None or inner is None:
+            return Skip("an operand is not bound")
+        before, after = tensor_shape(inner.args[0]), tensor_shape(call)
+        second = list_permutation(match.graph.values[match.root])
+        if before is None or after is None:
+            return Skip("a shape is unknown")
+        if not keeps_order(before, list_permutation(inner), after, second):
+            return Skip("elements change places")
+        return relax.op.reshape(emitter.get(inner.args[0]), match.root.ty.shape)
+
+    return Rule("transposes around reshape", pattern, rewrite)
+
+
 def _reshape_of_reshape() -> Rule:
     """Merge reshape(reshape(x)) -> reshape(x)."""
     data, inner_shape, shape = wildcard(), wildcard(), wildcard()
@@ -224,6 +251,7 @@ TRANSPOSE_RULES: tuple[Rule, ...] = (
     TRANSPOSE_OF_CONSTANT,
     _of_transpose("transpose", "relax.permute_dims", merge_transposes),
     _transpose_of_unit_axes(),
+    _transposes_around_reshape(),
     _transpose_of_resize(),
     _of_transpose("pad", "relax.nn.pad", move_pad),
     _of_transpose("clip", "relax.clip", move_clip),

@@ -4,6 +4,7 @@ an axis of one value is in another.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 
@@ -35,6 +36,40 @@ def same_axis(before: Sequence[int | str], after: Sequence[int | str], axis: int
         if size == before[axis] and measure_volume(after[:i]) == measure_volume(before[:axis]):
             return i
     return None
+
+
+def keeps_order(
+    before: Sequence[int | str],
+    first: Sequence[int],
+    reshaped: Sequence[int | str],
+    second: Sequence[int],
+) -> bool:
+    """Whether a tensor of shape `before` has its elements in the same order after a permutation
+    `first`, a reshape to `reshaped` and a permutation `second`.
+
+    True only where the reshape splits and merges axes of which the second permutation keeps those
+    of one part together: (2, 6, 3) -> (2, 3, 6) -> (2, 3, 2, 3) -> (2, 2, 3, 3).
+    """
+    source = [axis for axis in first if before[axis] != 1]
+    target = [axis for axis in range(len(reshaped)) if reshaped[axis] != 1]
+    volumes = [
+        [measure_volume(sizes[:count]) for count in range(len(sizes) + 1)]
+        for sizes in ([before[axis] for axis in source], [reshaped[axis] for axis in target])
+    ]
+    # a part ends where as many elements lie in front in both shapes
+    ends = [(i, volumes[1].index(each)) for i, each in enumerate(volumes[0]) if each in volumes[1]]
+    parts = {  # first axis after the reshape -> all axes before and after it
+        target[k]: (source[i:j], target[k:m]) for (i, k), (j, m) in itertools.pairwise(ends)
+    }
+    found: list[int] = []
+    order = [axis for axis in second if reshaped[axis] != 1]
+    while order:
+        axes_before, axes_after = parts.get(order[0], ([], []))
+        if not axes_after or order[: len(axes_after)] != axes_after:
+            return False
+        found += axes_before
+        order = order[len(axes_after) :]
+    return found == sorted(found)
 
 
 def measure_volume(sizes: Sequence[int | str]) -> tuple[int, list[str]]:
