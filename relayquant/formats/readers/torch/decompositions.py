@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from relayquant.formats.readers.torch.complex_numbers import PART_COMPOSITES, split_complex
-from relayquant.formats.readers.torch.composites import COMPOSITES, write_grouped_product
+from relayquant.formats.readers.torch.composites.products import write_grouped_product
+from relayquant.formats.readers.torch.composites.table import COMPOSITES
 
 Decomposition = Callable[..., Any]
 
