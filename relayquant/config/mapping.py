@@ -72,7 +72,8 @@ def is_below(name: str, module: str) -> bool:
     Every value belongs to "".
     """
     module = module.rstrip("./")
-    return not module or name == module or name.startswith((module + ".", module + "/"))
+    # Usually the first letters differ: a mapping of many lines asks for each line and operator.
+    return name.startswith(module) and (not module or name[len(module) :][:1] in ("", ".", "/"))
 
 
 def count_parts(module: str) -> int:
@@ -164,6 +165,11 @@ class MappingRule:
                 raise ConfigError(
                     f"{where}: {self.key!r} is no regular expression: {error}.", code="RQ101"
                 ) from error
+
+    @property
+    def selection(self) -> tuple[Selector, str, str, int]:
+        """What the line selects by. Lines with the same selection replace each other."""
+        return self.kind, self.key, self.object_type, self.index
 
     @property
     def description(self) -> str:
@@ -330,8 +336,7 @@ class QConfigMapping:
 
     def _add(self, rule: MappingRule) -> QConfigMapping:
         def is_replaced(other: MappingRule) -> bool:
-            same = {"qconfig": None, "optional": False, "origin": "", "modules": (), "rows": ()}
-            return replace(other, **same) == replace(rule, **same)
+            return other.selection == rule.selection
 
         if rule.kind is Selector.MODULE_NAME_REGEX and any(map(is_replaced, self.rules)):
             # A regular expression that is set again keeps its place, as in torch.
