@@ -44,11 +44,14 @@ class Kernel:
         name: Name of the function in the module.
         spec: What the kernel computes: all that `build` depends on.
         build: Makes the function.
+        is_fused: Whether the function is no finished kernel: FuseOps may merge it with what
+            computes its operands, and it is scheduled with them.
     """
 
     name: str
     spec: Hashable
     build: Callable[[], PrimFunc]
+    is_fused: bool = field(default=False, kw_only=True)
 
     @staticmethod
     def of(func: PrimFunc) -> Kernel:
@@ -142,7 +145,8 @@ class KernelTable:
         key = kernel.name, kernel.spec, in_place
         if key not in self._kernels:
             func = overwrite_operand(kernel.func) if in_place else kernel.func
-            self._kernels[key] = self.builder.add_func(mark_kernel(func, macs), kernel.name)
+            func = func if kernel.is_fused else mark_kernel(func, macs)
+            self._kernels[key] = self.builder.add_func(func, kernel.name)
         return self._kernels[key]
 
     def can_overwrite(self, kernel: Kernel) -> bool:

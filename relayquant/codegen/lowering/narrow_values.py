@@ -5,6 +5,12 @@
 
 A product of bfloat16 rounds its operand, so rounding where the value is written gives the same
 bits. Additions of a residual and depthwise convolutions then read rounded values, too.
+
+    y = relu(x * s + t)              y' = round(relu(x * s + t))
+    z = product(y)             ->    z = product(y')
+
+Operators on single values are no kernels. A function that rounds stands behind them, and FuseOps
+makes one kernel of all.
 """
 
 from __future__ import annotations
@@ -14,9 +20,11 @@ from dataclasses import dataclass, replace
 
 from tvm import relax
 
-from relayquant.codegen.kernels.floating.stored import Stored
+from relayquant.codegen.kernels.floating.stored import Stored, make_rounding
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS
 from relayquant.codegen.lowering.engine import BlockView, Kernel, Lowered
+from relayquant.ir.ops.chain import ELEMENTWISE
+from relayquant.ir.rewrite.expressions import is_float32, op_name, shape_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,25 +45,64 @@ class StoringKernel(Kernel):
 
 def store_narrow(calls: Sequence[Lowered], block: BlockView) -> list[Lowered]:
     """Return the same calls in order, with `Lowered.stored` where a value becomes bfloat16."""
+    readers = list_readers(calls)
+    rounded = find_rounded(readers, block)
     stored = {
         var: relax.DataflowVar(f"{var.name}_bf16", relax.TensorType(var.ty.shape, BF16_BITS))
-        for var in find_narrow(calls, block)
+        for var in (*find_narrow(calls, readers, block), *rounded)
     }
-    return [convert_call(call, stored) for call in calls]
+    places = {binding.var: place for place, binding in enumerate(block.bindings)}
+    before: dict[Lowered, list[Lowered]] = {}
+    for var in rounded:
+        first = min((call for call, _ in readers[var]), key=lambda call: places[call.first])
+        before.setdefault(first, []).append(call_rounding(var, stored[var]))
+    return [
+        replace(convert_call(call, stored), before=(*call.before, *before.get(call, ())))
+        for call in calls
+    ]
 
 
-def find_narrow(calls: Sequence[Lowered], block: BlockView) -> set[relax.Var]:
-    """Find the values that become bfloat16.
+#: value -> the calls that read it where it may be bfloat16, and their kernels
+Readers = dict[relax.Var, list[tuple[Lowered, StoringKernel]]]
 
-    Kernels write and read them: products, or kernels that pass them on to products.
-    """
-    readers: dict[relax.Var, list[tuple[Lowered, StoringKernel]]] = {}
+
+def list_readers(calls: Sequence[Lowered]) -> Readers:
+    """List the calls that can read values in bfloat16."""
+    readers: Readers = {}
     for call in calls:
         if isinstance(call.kernel, StoringKernel):
             for position in call.kernel.fields:
                 operand = call.operands[position]
                 if isinstance(operand, relax.Var):
                     readers.setdefault(operand, []).append((call, call.kernel))
+    return readers
+
+
+def find_rounded(readers: Readers, block: BlockView) -> list[relax.Var]:
+    """List the values of operators on single values that only products read."""
+    return [
+        var
+        for var, calls in readers.items()
+        if op_name(block.values.get(var)) in ELEMENTWISE
+        and is_float32(var)
+        and block.is_free(var)
+        and block.graph.count_uses(var) == len(calls)
+        and all(kernel.is_product for _, kernel in calls)
+    ]
+
+
+def call_rounding(var: relax.Var, rounded: relax.Var) -> Lowered:
+    """Call a function that rounds a value."""
+    shape = shape_of(var)
+    kernel = Kernel("round", str(shape), lambda: make_rounding(shape), is_fused=True)
+    return Lowered((rounded,), kernel, (var,))
+
+
+def find_narrow(calls: Sequence[Lowered], readers: Readers, block: BlockView) -> set[relax.Var]:
+    """Find the values of kernels that become bfloat16.
+
+    Kernels write and read them: products, or kernels that pass them on to products.
+    """
     narrow = {
         call.vars[-1]
         for call in calls

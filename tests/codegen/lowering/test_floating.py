@@ -12,7 +12,8 @@ from tvm.relax.backend.cpu_generic import get_default_pipeline
 from tvm.relax.backend.cpu_generic import pipeline as stages
 
 import relayquant as rq
-from relayquant.codegen.kernels.isa.bf16 import VECTORS_BF16
+from relayquant.codegen.kernels.floating.stored import make_rounding
+from relayquant.codegen.kernels.isa.bf16 import VECTORS_BF16, round_to_bf16
 from relayquant.codegen.kernels.isa.select import has_isa, select_bf16
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.library.expanded_weights import EXPAND_WEIGHTS
@@ -182,6 +183,79 @@ def test_compile__bf16_between_products_keeps_the_bits(monkeypatch):
     monkeypatch.setattr(lower, "store_narrow", lambda calls, block: calls)
     wide = rq.Executor(rq.compile(mod, precision="bf16")).run("main", [x])[0]
     np.testing.assert_array_equal(narrow, wide)
+
+
+def emit_dense_block(rng):
+    """Concatenations, scaled, shifted and clipped before the products that read them."""
+    first = const(rng, 8, 4, 1, 1)
+    weights = [const(rng, *shape) for shape in ((8, 8, 1, 1), (16, 16, 1, 1), (4, 32, 3, 3))]
+
+    def emit(bb, x):
+        parts = [bb.emit(relax.op.nn.conv2d(x, first))]
+        for weight in weights:
+            joined = bb.emit(relax.op.concat(parts, 1)) if len(parts) > 1 else parts[0]
+            channels = weight.ty.shape.values[1]
+            scaled = bb.emit(relax.op.multiply(joined, const(rng, 1, int(channels), 1, 1)))
+            shifted = bb.emit(relax.op.add(scaled, const(rng, 1, int(channels), 1, 1)))
+            padding = int(weight.ty.shape.values[2]) // 2
+            product = relax.op.nn.conv2d(
+                bb.emit(relax.op.nn.relu(shifted)), weight, padding=padding
+            )
+            parts.append(bb.emit(product))
+        return parts[-1]
+
+    return emit
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_compile__bf16_is_written_by_operators_on_single_values(symbolic, monkeypatch):
+    """One kernel computes and rounds what only products read, with the bits of the products."""
+    batch = tirx.Var("n", "int64") if symbolic else 2
+    mod = make_module(emit_dense_block(np.random.default_rng(6)), (batch, 4, 6, 6))
+    lowered = lower_float(convert_layout(mod), BF16, bf16=select_bf16(BF16))
+    assert list_operators(lowered).count("round") == 3
+    if not has_isa(VECTORS_BF16, TARGET):
+        pytest.skip("this machine has no products of bfloat16")
+    x = np.random.default_rng(7).standard_normal((2, 4, 6, 6)).astype("float32")
+    x[0, 0, 0, 0] = np.nan
+    narrow = rq.Executor(rq.compile(mod, precision="bf16")).run("main", [x])[0]
+    monkeypatch.setattr(lower, "store_narrow", lambda calls, block: calls)
+    wide = rq.Executor(rq.compile(mod, precision="bf16")).run("main", [x])[0]
+    np.testing.assert_array_equal(narrow, wide)
+    assert np.isnan(narrow).any()
+
+
+def test_lower_float__bf16_is_not_written_where_others_read_float32():
+    rng = np.random.default_rng(6)
+    scale, weight = const(rng, 1, 4, 1, 1), const(rng, 8, 4, 1, 1)
+
+    def emit(bb, x):
+        scaled = bb.emit(relax.op.multiply(x, scale))
+        product = bb.emit(relax.op.nn.conv2d(scaled, weight))
+        return bb.emit(relax.op.add(bb.emit(relax.op.sum(scaled)), product))
+
+    mod = make_module(emit, (2, 4, 6, 6))
+    lowered = lower_float(convert_layout(mod), BF16, bf16=select_bf16(BF16))
+    names = list_operators(lowered)
+    assert "bf16_conv2d" in names
+    assert "round" not in names
+
+
+def test_make_rounding__every_kind_of_number():
+    """As the rounding of weights: ties to even, denormal numbers, infinities; NaN stays NaN."""
+    rng = np.random.default_rng(3)
+    bits = rng.integers(0, 2**32, 4096, dtype="uint32")
+    bits[:8] = [0, 1 << 31, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 1, 0x3F808000, 0x3F818000]
+    bits[8:12] = [0x7F800001, 0xFFFFFFFF, 0x7FC00000, 0x7FFF8000]  # NaN
+    numbers = bits.view("float32")
+    rounded = np.zeros(len(bits), "uint16")
+    kernel = make_rounding([len(bits)]).with_attr("global_symbol", "round")
+    tvm.compile(tvm.IRModule({"round": kernel}), TARGET)["round"](
+        *(arrays := [tvm.runtime.tensor(each) for each in (numbers, rounded)])
+    )
+    found, is_nan = arrays[1].numpy(), np.isnan(numbers)
+    np.testing.assert_array_equal(found[~is_nan], round_to_bf16(numbers)[~is_nan])
+    assert ((found[is_nan] & 0x7FFF) > 0x7F80).all()
 
 
 @pytest.mark.slow

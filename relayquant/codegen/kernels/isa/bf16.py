@@ -24,8 +24,8 @@ from relayquant.codegen.kernels.emit import constant, vector
 from relayquant.codegen.kernels.isa.base import Expr, PackedIsa
 from relayquant.codegen.kernels.isa.matrix_unit import AMX_BF16, BF16_BITS
 
-#: Bits of a float32 that a bfloat16 lacks; and the bit that makes a NaN of bfloat16 quiet.
-LOW_BITS, QUIET = 16, 0x40
+#: Bits of a float32 that a bfloat16 lacks; and the place of the bit that makes a NaN quiet.
+LOW_BITS, QUIET_BIT = 16, 22
 #: Bits of a float32 without its sign; of these, those of infinity.
 MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
 
@@ -89,13 +89,16 @@ def round_integers(value: Expr, lanes: int) -> Expr:
         return constant("uint32", value, lanes)
 
     bits = T.reinterpret(vector("uint32", lanes), value)
-    high = T.shift_right(bits, number(LOW_BITS))
-    half = number((1 << LOW_BITS - 1) - 1) + T.bitwise_and(high, number(1))
-    rounded = T.shift_right(bits + half, number(LOW_BITS))
     magnitude = T.bitwise_and(bits, number(MAGNITUDE))
-    is_nan = magnitude > number(INFINITY)
-    nan = T.bitwise_or(high, number(QUIET))
-    return T.Cast(vector(BF16_BITS, lanes), T.Select(is_nan, nan, rounded))
+    # Minima and maxima, as LLVM makes no vectors of a choice. A NaN is quiet, and is not rounded.
+    is_nan = T.min(T.max(magnitude, number(INFINITY)) - number(INFINITY), number(1))
+    quiet = T.bitwise_or(magnitude, T.shift_left(is_nan, number(QUIET_BIT)))
+    magnitude = T.min(quiet, number(INFINITY | 1 << QUIET_BIT))
+    odd = T.bitwise_and(T.shift_right(bits, number(LOW_BITS)), number(1))
+    rounded = magnitude + number((1 << LOW_BITS - 1) - 1) + odd
+    sign = T.bitwise_and(bits, number(1 << 31))
+    whole = T.shift_right(T.bitwise_or(rounded, sign), number(LOW_BITS))
+    return T.Cast(vector(BF16_BITS, lanes), whole)
 
 
 def join_pairs(low: Expr, high: Expr, lanes: int) -> Expr:
@@ -135,4 +138,4 @@ def round_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Round float32 numbers to the bits of bfloat16, ties to even. NaN stays NaN."""
     bits = np.ascontiguousarray(values, "float32").view("uint32")
     rounded = (bits + np.uint32(0x7FFF) + (bits >> LOW_BITS & 1)) >> LOW_BITS
-    return np.where(np.isnan(values), bits >> LOW_BITS | QUIET, rounded).astype("uint16")
+    return np.where(np.isnan(values), (bits | 1 << QUIET_BIT) >> LOW_BITS, rounded).astype("uint16")
