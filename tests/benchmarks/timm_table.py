@@ -3,8 +3,8 @@
     python tests/benchmarks/timm_table.py convnext_atto swin_tiny_patch4_window7_224 [--folder DIR]
 
 Without names it measures all of the table. Needs timm and OpenVINO with NNCF. Each network is
-exported to ONNX, and timed by `relayquant bench` with one thread and one picture. Rows are printed
-while they are measured, and replace the table at the end if it is measured as a whole.
+exported to ONNX, and timed by `relayquant bench` with one thread and one picture. What was measured
+is kept in docs/timm.json, with what other CPUs measured, and the table is made of all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speed_table import ROOT, head_table, write_table
+from speed_table import (
+    ROOT,
+    Results,
+    head_table,
+    read_results,
+    shorten_cpu,
+    write_results,
+    write_table,
+)
 
 from relayquant.base.storage.files import open_temporary_folder
 
@@ -45,6 +53,8 @@ NETWORKS = {
     "other mixers": ("mixer_s32_224", "resmlp_12_224", "gmlp_ti16_224", "poolformer_s12"),
 }  # fmt: skip
 LARGEST_PICTURE = 256
+RESULTS = ROOT / "docs/timm.json"
+KINDS = ("int8", "float")
 
 
 def export_network(name: str, file: Path) -> None:
@@ -63,8 +73,8 @@ def export_network(name: str, file: Path) -> None:
         torch.onnx.export(network, (picture,), file, dynamo=False, opset_version=17)
 
 
-def measure_network(file: Path, rounds: int) -> tuple[str, dict[str, float]]:
-    """Return the CPU with all versions, and the best time of each candidate in ms."""
+def measure_network(file: Path, rounds: int) -> tuple[str, list[str], dict[str, float]]:
+    """Return the CPU, all versions, and the best time of each candidate in ms."""
     command = ["bench", str(file), "--against", "openvino", "--threads", "1", "--operators", "0"]
     run = subprocess.run(
         [sys.executable, "-m", "relayquant", *command, "--repeat", str(rounds), "--json"],
@@ -72,19 +82,39 @@ def measure_network(file: Path, rounds: int) -> tuple[str, dict[str, float]]:
         check=True,
     )
     found = json.loads(run.stdout)
-    cpu, versions = found["summary"]["cpu"], found["summary"]["versions"]
     times = {row["name"]: row["best"] * 1e3 for row in found["tables"]["latencies"]}
-    return f"**{cpu}** ({', '.join(versions)}), 1 thread:", times
+    return found["summary"]["cpu"], found["summary"]["versions"], times
 
 
-def format_row(name: str, times: dict[str, float]) -> str:
-    """One row: our times, and how many times as long OpenVINO's faster model takes."""
-    cells = []
-    for kind in ("int8", "float"):
-        own = times[f"relayquant {kind}"]
-        rival = min(time for key, time in times.items() if key.startswith(f"openvino {kind}"))
-        cells.append(f"{own:.2f} ({rival / own:.2f})")
-    return f"| {name} | {' | '.join(cells)} |"
+def choose_times(times: dict[str, float]) -> dict[str, list[float]]:
+    """Kind -> our time, and the one of OpenVINO's faster model."""
+    return {
+        kind: [
+            round(times[f"relayquant {kind}"], 3),
+            round(min(t for key, t in times.items() if key.startswith(f"openvino {kind}")), 3),
+        ]
+        for kind in KINDS
+    }
+
+
+def format_table(results: Results) -> str:
+    """A table of all networks: for each CPU our time, and how many times as long OpenVINO takes."""
+    lines = [
+        f"**{cpu}** ({', '.join(entry['versions'])}), 1 thread  " for cpu, entry in results.items()
+    ]
+    heads = [f"{shorten_cpu(cpu)}, {kind}" for cpu in results for kind in KINDS]
+    lines += ["", *head_table(["network", *heads])]
+    for group, names in NETWORKS.items():
+        lines.append(f"| *{group}* |" + " |" * len(heads))
+        for name in names:
+            cells = []
+            for entry in results.values():
+                measured = entry["times"].get(name)
+                for kind in KINDS:
+                    own, rival = measured[kind] if measured else (0, 0)
+                    cells.append(f"{own:.2f} ({rival / own:.2f})" if own else "")
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -93,20 +123,19 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keeps the exported networks")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
-    machine, lines = "", head_table(["network", "int8", "float"])
+    results = read_results(RESULTS)
     with ExitStack() as stack:
         folder = options.folder or stack.enter_context(open_temporary_folder())
-        groups = {"": options.networks} if options.networks else NETWORKS
-        for kind, names in groups.items():
-            lines += [f"| *{kind}* | | |"] if kind else []
-            for name in names:
-                if not (file := folder / f"{name}.onnx").exists():
-                    export_network(name, file)
-                machine, times = measure_network(file, options.rounds)
-                lines.append(format_row(name, times))
-                print(lines[-1], flush=True)
-    if not options.networks:
-        write_table(ROOT / "docs/speed.md", "\n".join([machine, "", *lines]), "timm")
+        for name in options.networks or [each for names in NETWORKS.values() for each in names]:
+            if not (file := folder / f"{name}.onnx").exists():
+                export_network(name, file)
+            cpu, versions, times = measure_network(file, options.rounds)
+            if results.get(cpu, {}).get("versions") != versions:
+                results[cpu] = {"versions": versions, "times": {}}
+            results[cpu]["times"][name] = chosen = choose_times(times)
+            print(name, chosen, flush=True)
+            write_results(results, RESULTS)
+    write_table(ROOT / "docs/speed.md", format_table(results), "timm")
 
 
 if __name__ == "__main__":
