@@ -79,7 +79,9 @@ def list_readers(calls: Sequence[Lowered]) -> Readers:
 
 
 def find_rounded(readers: Readers, block: BlockView) -> list[relax.Var]:
-    """List the values of operators on single values that only products read."""
+    """List the values of operators on single values that only products read, and as their data: a
+    residual keeps its bits.
+    """
     return [
         var
         for var, calls in readers.items()
@@ -87,8 +89,14 @@ def find_rounded(readers: Readers, block: BlockView) -> list[relax.Var]:
         and is_float32(var)
         and block.is_free(var)
         and block.graph.count_uses(var) == len(calls)
-        and all(kernel.is_product for _, kernel in calls)
+        and all(kernel.is_product and reads_as_data(call, kernel, var) for call, kernel in calls)
     ]
+
+
+def reads_as_data(call: Lowered, kernel: StoringKernel, var: relax.Var) -> bool:
+    """Whether a call reads a value nowhere but as its data."""
+    fields = {kernel.fields[i] for i in kernel.fields if var.same_as(call.operands[i])}
+    return fields == {"data"}
 
 
 def call_rounding(var: relax.Var, rounded: relax.Var) -> Lowered:

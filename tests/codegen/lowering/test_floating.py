@@ -225,14 +225,19 @@ def test_compile__bf16_is_written_by_operators_on_single_values(symbolic, monkey
     assert np.isnan(narrow).any()
 
 
-def test_lower_float__bf16_is_not_written_where_others_read_float32():
+@pytest.mark.parametrize("other", ["sum", "residual"])
+def test_lower_float__bf16_is_not_written_where_others_read_float32(other):
     rng = np.random.default_rng(6)
-    scale, weight = const(rng, 1, 4, 1, 1), const(rng, 8, 4, 1, 1)
+    scale, weight = const(rng, 1, 4, 1, 1), const(rng, 4, 4, 1, 1)
 
     def emit(bb, x):
         scaled = bb.emit(relax.op.multiply(x, scale))
         product = bb.emit(relax.op.nn.conv2d(scaled, weight))
-        return bb.emit(relax.op.add(bb.emit(relax.op.sum(scaled)), product))
+        return bb.emit(
+            relax.op.add(bb.emit(relax.op.sum(scaled)), product)
+            if other == "sum"
+            else relax.op.add(product, scaled)
+        )
 
     mod = make_module(emit, (2, 4, 6, 6))
     lowered = lower_float(convert_layout(mod), BF16, bf16=select_bf16(BF16))

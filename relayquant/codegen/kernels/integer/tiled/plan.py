@@ -45,8 +45,8 @@ SECOND_CACHE_BYTES, FAR_BYTE_CYCLES = 2 * 1024 * 1024, (0.12, 0.13)
 PIXEL_LOAD_CYCLES = 12
 #: Fewest steps of a block for which its products and the stores of the last block overlap.
 DELAYED_STEPS = 3
-#: The store of a tile waits for 260 ns if there was none for 560 ns (Granite Rapids). So blocks of
-#: so many products store a tile that nothing reads, after each so many.
+#: The store of a tile waits for 260 ns if there was none for 560 ns (Granite Rapids). So a block of
+#: at least 112 products stores a tile that nothing reads after every 32.
 LONG_PRODUCTS, SPARE_PRODUCTS = 112, 32
 #: Instructions of `ConvPlan.instructions` that take a cycle.
 PER_CYCLE = 4.0
