@@ -145,8 +145,9 @@ class KernelTable:
         key = kernel.name, kernel.spec, in_place
         if key not in self._kernels:
             func = overwrite_operand(kernel.func) if in_place else kernel.func
-            func = func if kernel.is_fused else mark_kernel(func, macs)
-            self._kernels[key] = self.builder.add_func(func, kernel.name)
+            is_fused = kernel.is_fused
+            marked = func.without_attr("global_symbol") if is_fused else mark_kernel(func, macs)
+            self._kernels[key] = self.builder.add_func(marked, kernel.name)
         return self._kernels[key]
 
     def can_overwrite(self, kernel: Kernel) -> bool:

@@ -62,4 +62,4 @@ def make_rounding(shape: Sequence[Expr]) -> PrimFunc:
         return Let(value, data(*at), round_integers(value, 1))
 
     bits = te.compute(shape, round_element, name="y")
-    return te.create_prim_func([data, bits]).without_attr("global_symbol")
+    return te.create_prim_func([data, bits])
