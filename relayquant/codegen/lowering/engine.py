@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import tvm_ffi
-from tvm import relax
+from tvm import relax, te
 from tvm.ir import BaseFunc, Call, GlobalVar, IRModule, TupleType
 from tvm.tirx import PrimFunc
 
@@ -44,14 +44,11 @@ class Kernel:
         name: Name of the function in the module.
         spec: What the kernel computes: all that `build` depends on.
         build: Makes the function.
-        is_fused: Whether the function is no finished kernel: FuseOps may merge it with what
-            computes its operands, and it is scheduled with them.
     """
 
     name: str
     spec: Hashable
     build: Callable[[], PrimFunc]
-    is_fused: bool = field(default=False, kw_only=True)
 
     @staticmethod
     def of(func: PrimFunc) -> Kernel:
@@ -65,6 +62,24 @@ class Kernel:
 
 
 @dataclass(frozen=True, eq=False)
+class ElementFunction:
+    """A value that is a function of the elements of another one.
+
+    It is no kernel: FuseOps merges it with what computes the other value, and both are scheduled
+    together.
+
+    Attributes:
+        result: The value.
+        operand: The other one, of the same shape.
+        compute: The function, of tensors.
+    """
+
+    result: relax.Var
+    operand: relax.Var
+    compute: Callable[[te.Tensor], te.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
 class Lowered:
     """Result of a rule: values that one call of a kernel computes.
 
@@ -75,6 +90,7 @@ class Lowered:
         results: Values that others read, if there are several. The kernel has an output for each of
             their tensors, in this order. The call is placed where the first one is bound.
         before: Other kernels that run first, for example to pack weights at run time.
+        functions: Values of other operands that are computed first.
         concat: Concatenation that has the result as an input. The kernel writes the result into it.
             If the concatenation is the result, the kernel copies the operands into it.
         changed: Position of the operand that the kernel changes. The changed operand is the result.
@@ -88,6 +104,7 @@ class Lowered:
     operands: tuple[Operand, ...]
     results: tuple[relax.Var, ...] = ()
     before: tuple[Lowered, ...] = ()
+    functions: tuple[ElementFunction, ...] = ()
     concat: relax.Var | None = None
     stored: relax.Var | None = None
     changed: int | None = None
@@ -145,9 +162,7 @@ class KernelTable:
         key = kernel.name, kernel.spec, in_place
         if key not in self._kernels:
             func = overwrite_operand(kernel.func) if in_place else kernel.func
-            is_fused = kernel.is_fused
-            marked = func.without_attr("global_symbol") if is_fused else mark_kernel(func, macs)
-            self._kernels[key] = self.builder.add_func(marked, kernel.name)
+            self._kernels[key] = self.builder.add_func(mark_kernel(func, macs), kernel.name)
         return self._kernels[key]
 
     def can_overwrite(self, kernel: Kernel) -> bool:
@@ -364,6 +379,8 @@ class BlockEmitter:
         """Call a kernel, after the kernels that run before it."""
         for earlier in call.before:
             self.emit_call(earlier)
+        for each in call.functions:
+            self.bind(each.result, self.builder.call_te(each.compute, each.operand))
         values = self.block.values
         macs = sum(count_macs(values[var]) for var in call.vars if var in values)
         operands = [self.emit_operand(operand, call.vars[-1].name) for operand in call.operands]

@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 
 from tvm import relax
 
-from relayquant.codegen.kernels.floating.stored import Stored, make_rounding
+from relayquant.codegen.kernels.floating.stored import Stored, round_elements
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS
-from relayquant.codegen.lowering.engine import BlockView, Kernel, Lowered
+from relayquant.codegen.lowering.engine import BlockView, ElementFunction, Kernel, Lowered
 from relayquant.ir.ops.chain import ELEMENTWISE
-from relayquant.ir.rewrite.expressions import is_float32, op_name, shape_of
+from relayquant.ir.rewrite.expressions import is_float32, op_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +52,12 @@ def store_narrow(calls: Sequence[Lowered], block: BlockView) -> list[Lowered]:
         for var in (*find_narrow(calls, readers, block), *rounded)
     }
     places = {binding.var: place for place, binding in enumerate(block.bindings)}
-    before: dict[Lowered, list[Lowered]] = {}
+    functions: dict[Lowered, list[ElementFunction]] = {}
     for var in rounded:
         first = min((call for call, _ in readers[var]), key=lambda call: places[call.first])
-        before.setdefault(first, []).append(call_rounding(var, stored[var]))
+        functions.setdefault(first, []).append(ElementFunction(stored[var], var, round_elements))
     return [
-        replace(convert_call(call, stored), before=(*call.before, *before.get(call, ())))
+        replace(convert_call(call, stored), functions=tuple(functions.get(call, ())))
         for call in calls
     ]
 
@@ -97,13 +97,6 @@ def reads_as_data(call: Lowered, kernel: StoringKernel, var: relax.Var) -> bool:
     """Whether a call reads a value nowhere but as its data."""
     fields = {kernel.fields[i] for i in kernel.fields if var.same_as(call.operands[i])}
     return fields == {"data"}
-
-
-def call_rounding(var: relax.Var, rounded: relax.Var) -> Lowered:
-    """Call a function that rounds a value."""
-    shape = shape_of(var)
-    kernel = Kernel("round", str(shape), lambda: make_rounding(shape), is_fused=True)
-    return Lowered((rounded,), kernel, (var,))
 
 
 def find_narrow(calls: Sequence[Lowered], readers: Readers, block: BlockView) -> set[relax.Var]:

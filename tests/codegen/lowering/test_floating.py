@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import tvm
 from declined_rules import hear_declined
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 from tvm.ir import Call
 from tvm.relax.backend.cpu_generic import get_default_pipeline
 from tvm.relax.backend.cpu_generic import pipeline as stages
 
 import relayquant as rq
-from relayquant.codegen.kernels.floating.stored import make_rounding
+from relayquant.codegen.kernels.floating.stored import round_elements
 from relayquant.codegen.kernels.isa.bf16 import VECTORS_BF16, round_to_bf16
 from relayquant.codegen.kernels.isa.select import has_isa, select_bf16
 from relayquant.codegen.kernels.isa.target import resolve_target
@@ -20,6 +20,7 @@ from relayquant.codegen.library.expanded_weights import EXPAND_WEIGHTS
 from relayquant.codegen.lowering.floating import lower
 from relayquant.codegen.lowering.floating.lower import lower_float
 from relayquant.codegen.rewrites.layout import convert_layout
+from relayquant.codegen.schedule import fusion
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
 from relayquant.ir.rewrite.expressions import op_name
 from relayquant.ir.rewrite.function import make_main
@@ -213,7 +214,7 @@ def test_compile__bf16_is_written_by_operators_on_single_values(symbolic, monkey
     batch = tirx.Var("n", "int64") if symbolic else 2
     mod = make_module(emit_dense_block(np.random.default_rng(6)), (batch, 4, 6, 6))
     lowered = lower_float(convert_layout(mod), BF16, bf16=select_bf16(BF16))
-    assert list_operators(lowered).count("round") == 3
+    assert list_operators(lowered).count("round_elements") == 3
     if not has_isa(VECTORS_BF16, TARGET):
         pytest.skip("this machine has no products of bfloat16")
     x = np.random.default_rng(7).standard_normal((2, 4, 6, 6)).astype("float32")
@@ -223,6 +224,51 @@ def test_compile__bf16_is_written_by_operators_on_single_values(symbolic, monkey
     wide = rq.Executor(rq.compile(mod, precision="bf16")).run("main", [x])[0]
     np.testing.assert_array_equal(narrow, wide)
     assert np.isnan(narrow).any()
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_compile__bf16_of_sizes_that_are_computed(is_apart, monkeypatch):
+    """Rows n * m, in two functions with sizes of the same names; FuseOps may keep a call apart."""
+    if not has_isa(VECTORS_BF16, TARGET):
+        pytest.skip("this machine has no products of bfloat16")
+    rng = np.random.default_rng(8)
+    scale, weight = const(rng, 16), const(rng, 16, 32)
+
+    def emit(bb, x):
+        rows = bb.emit(relax.op.reshape(x, (x.ty.shape[0] * x.ty.shape[1], 16)))
+        return bb.emit(relax.op.matmul(bb.emit(relax.op.multiply(rows, scale)), weight))
+
+    def make():
+        return make_module(emit, (*(tirx.Var(name, "int64") for name in "nm"), 16))["main"]
+
+    mod = tvm.IRModule({name: make().with_attr("global_symbol", name) for name in ("main", "last")})
+    if is_apart:
+
+        def find_rounding(func):
+            return [name for _, name, _ in fusion.list_calls(func) if "round" in name]
+
+        monkeypatch.setattr(fusion, "find_sized", find_rounding)
+    executor = rq.Executor(rq.compile(mod, precision="bf16"))
+    x = rng.standard_normal((3, 5, 16)).astype("float32")
+    wanted = (x.reshape(15, 16) * scale.value.numpy()) @ weight.value.numpy()
+    for name in ("main", "last"):
+        (got,) = executor.run(name, [x])
+        assert abs(got - wanted).max() < 2e-2 * abs(wanted).max()
+
+
+def test_compile__two_symbolic_sizes_are_two_in_a_kernel():
+    """(n, n, 16) and (n, m, 16) take two kernels."""
+    rng = np.random.default_rng(9)
+    n, m = (tirx.Var(name, "int64") for name in "nm")
+    weight = const(rng, 16, 32)
+
+    def emit(bb, *values):
+        return relax.Tuple([bb.emit(relax.op.matmul(each, weight)) for each in values])
+
+    mod = make_module(emit, (n, n, 16), (n, m, 16))
+    values = [rng.standard_normal((3, size, 16)).astype("float32") for size in (3, 5)]
+    for got, value in zip(rq.Executor(rq.compile(mod)).run("main", values), values, strict=True):
+        np.testing.assert_allclose(got, value @ weight.value.numpy(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("other", ["sum", "residual"])
@@ -243,10 +289,10 @@ def test_lower_float__bf16_is_not_written_where_others_read_float32(other):
     lowered = lower_float(convert_layout(mod), BF16, bf16=select_bf16(BF16))
     names = list_operators(lowered)
     assert "bf16_conv2d" in names
-    assert "round" not in names
+    assert "round_elements" not in names
 
 
-def test_make_rounding__every_kind_of_number():
+def test_round_elements__every_kind_of_number():
     """As the rounding of weights: ties to even, denormal numbers, infinities; NaN stays NaN."""
     rng = np.random.default_rng(3)
     bits = rng.integers(0, 2**32, 4096, dtype="uint32")
@@ -254,8 +300,9 @@ def test_make_rounding__every_kind_of_number():
     bits[8:12] = [0x7F800001, 0xFFFFFFFF, 0x7FC00000, 0x7FFF8000]  # NaN
     numbers = bits.view("float32")
     rounded = np.zeros(len(bits), "uint16")
-    kernel = make_rounding([len(bits)]).with_attr("global_symbol", "round")
-    tvm.compile(tvm.IRModule({"round": kernel}), TARGET)["round"](
+    data = te.placeholder((len(bits),), "float32")
+    kernel = te.create_prim_func([data, round_elements(data)])
+    tvm.compile(tvm.IRModule({"main": kernel}), TARGET)["main"](
         *(arrays := [tvm.runtime.tensor(each) for each in (numbers, rounded)])
     )
     found, is_nan = arrays[1].numpy(), np.isnan(numbers)

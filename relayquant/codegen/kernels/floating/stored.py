@@ -6,12 +6,12 @@ written, so it takes half the memory. A product reads the same bits as if it had
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tvm import te
 from tvm.script.ir_builder import tirx as T
-from tvm.tirx import Let, PrimFunc, Var
+from tvm.tirx import Let, Var
 
 from relayquant.codegen.kernels.emit import constant, load_vector, store_vector, vector
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
@@ -53,13 +53,12 @@ def store_floats(
     store_vector(buffer, value, at, lanes, width)
 
 
-def make_rounding(shape: Sequence[Expr]) -> PrimFunc:
-    """Make a PrimFunc(x, y) that rounds float32 to the bits of bfloat16, without a schedule."""
-    data = te.placeholder(shape, "float32", name="x")
+def round_elements(data: te.Tensor) -> te.Tensor:
+    """Round a tensor of float32 to the bits of bfloat16."""
 
     def round_element(*at: Expr) -> Expr:
         value = Var("value", "float32")  # read once: the operators before are inlined into it
         return Let(value, data(*at), round_integers(value, 1))
 
-    bits = te.compute(shape, round_element, name="y")
-    return te.create_prim_func([data, bits])
+    rounded: Any = te.compute(data.shape, round_element, name="round")
+    return rounded

@@ -76,14 +76,19 @@ class FloatContext:
     block: BlockView
     isa: FloatIsa
     choose_schedule: ChooseFloatSchedule = keep_float_estimate
-    symbols: dict[str, tirx.Var] = field(default_factory=dict)
+    symbols: dict[tirx.Var | str, tirx.Var] = field(default_factory=dict)
 
     def symbol(self, extent: Any) -> Any:
-        """Return a constant extent as an int, or the variable for a symbolic extent."""
+        """Return a constant extent as an int, or the variable for a symbolic extent.
+
+        Their names differ, as a kernel is known by the text of its specification.
+        """
         if isinstance(extent, tirx.IntImm):
             return int(extent)
-        name = "n" if isinstance(extent, tirx.Var) else f"n{len(self.symbols)}"
-        return self.symbols.setdefault(str(extent), tirx.Var(name, "int64"))
+        key = extent if isinstance(extent, tirx.Var) else str(extent)
+        if key not in self.symbols:
+            self.symbols[key] = tirx.Var(f"n{len(self.symbols) or ''}", "int64")
+        return self.symbols[key]
 
     def make_kernel(self, kind: str, spec: Any) -> Kernel:
         """Make the kernel `kind` (a name in MAKERS) for `spec`, with symbols known by name."""
