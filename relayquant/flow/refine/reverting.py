@@ -98,8 +98,8 @@ class Suspects:
     Few are found on the calibration graph, where an operator is switched by a parameter, on bad
     samples. The integer module decides, on some that stand for all. If it falls short, the
     calibration graph finds more on these samples, and then twice as many go as long as it falls
-    short; or, where the calibration graph sees nothing wrong, the next one that is off. Of those
-    that went so, bisection finds some to quantize again.
+    short; or, where the calibration graph sees nothing wrong, the next one that is off. Bisection
+    then finds some of these to quantize again.
 
     Attributes:
         prepared: The calibrated model.

@@ -193,7 +193,7 @@ def adjust_granite_moe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig
 
 
 def adjust_qwen_moe(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
-    """Experts in each layer whose number is a multiple of a step, but not in those of a list."""
+    """Layers have experts whose number is a multiple of a step. A list excepts some of them."""
     shared = fields.integer("shared_expert_intermediate_size", default=0)
     experts = ExpertConfig(
         count_experts(fields),

@@ -32,15 +32,15 @@ class ModelRow:
 
     Attributes:
         names: Names of its tensors.
-        settings: Settings that not every architecture has -> the value if config.json lacks one,
-            that of its class in `transformers`. Settings that only other rows have are not read.
+        settings: Settings that not every architecture has -> the value if config.json lacks one:
+            the default in `transformers`. Settings that only other rows have are not read.
         adjust: What differs from Llama.
         types: Types of layers if metadata has no "layer_types". They count if there is a window,
             or if a type has a mixer.
         refused: Settings that must be false.
         turned: Which layers have rotary positions.
         scales_windows: Whether "rope_scaling" is for layers with a window, too.
-        rotary: Settings of rotary positions for a config.json that has none.
+        rotary: Settings of rotary positions, if config.json has none of them.
         sizes: As `settings`, for those that all architectures have. Files of models that also see
             lack them.
         mixers: Type of layers without attention -> what these have.
