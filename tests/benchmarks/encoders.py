@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import tvm
 from models import MODELS, build_transformer
 
 import relayquant as rq
 from relayquant.analysis.speed.onnxruntime_baseline import quantize_with_onnxruntime
 from relayquant.analysis.speed.openvino_baseline import quantize_with_nncf
-from relayquant.stages.compilation import compile as compile_module
 
 GROUP = 32
 BATCHES = 2
@@ -67,16 +67,14 @@ ENCODERS = {
 }
 
 
-def save_encoder_own(encoder: Encoder, folder: Path) -> Path:
-    """Quantized and compiled, weights rounded to nearest."""
+def build_encoder(encoder: Encoder, folder: Path) -> tvm.IRModule:
+    """Quantized, weights rounded to nearest."""
     mod, params = rq.load(encoder.write_float(folder))
     mapping = None
     if encoder.is_dynamic:
         mapping = rq.QConfigMapping().set_object_type("relax.matmul", DYNAMIC, optional=True)
     batches = encoder.draw_batches(folder, BATCHES)
-    qmod = rq.quantize(mod, params, batches, qconfig_mapping=mapping, effort="fast")
-    compile_module(qmod).export_library(str(folder / "own.so"))
-    return folder / "own.so"
+    return rq.quantize(mod, params, batches, qconfig_mapping=mapping, effort="fast")
 
 
 def save_encoder_onnx(encoder: Encoder, folder: Path) -> Path:

@@ -2,7 +2,7 @@
 docs/speed.md.
 
     python tests/benchmarks/language_table.py [--rows "GEMV 4096x4096" ...] [--threads 1 2]
-        [--folder DIR]
+        [--folder DIR] [--without-amx]
 
 Weights are random, 4 bits in groups of 32 or 128 with scales of 16 bits (of 32 in ONNX Runtime,
 which has no others here); rows are quantized to int8 while the model runs (W4A8). ONNX Runtime has
@@ -34,15 +34,18 @@ import tvm
 from encoders import (
     ENCODERS,
     Encoder,
+    build_encoder,
     save_encoder_onnx,
     save_encoder_openvino,
-    save_encoder_own,
 )
 from llama_onnx import Llama, llama_inputs, save_llama
 from onnx import TensorProto, helper, numpy_helper
 from speed_table import (
+    Machine,
     Results,
     Times,
+    add_machine_option,
+    choose_machine,
     format_threads,
     head_table,
     list_threads,
@@ -67,7 +70,6 @@ from relayquant.codegen.kernels.emit import (
     load_vector,
     store_vector,
 )
-from relayquant.codegen.kernels.isa.target import name_cpu
 from relayquant.flow.compression import compress_weights
 from relayquant.formats.load import load
 from relayquant.ir.dialect import qnn
@@ -110,8 +112,8 @@ class Products:
 # ---------------------------------------------------------------- models
 
 
-def save_own(products: Products, folder: Path) -> Path:
-    """quantize_rows and grouped_dense, compiled."""
+def build_own(products: Products, _: Path) -> tvm.IRModule:
+    """quantize_rows and grouped_dense."""
     rng, units, features = np.random.default_rng(0), products.units, products.features
     group = products.group
     builder = relax.BlockBuilder()
@@ -130,10 +132,10 @@ def save_own(products: Products, folder: Path) -> Path:
                 results.append(builder.emit(call))
             result = builder.emit_output(relax.Tuple(results))
         builder.emit_func_output(result)
-    return export(builder.finalize(), folder / "own.so")
+    return builder.finalize()
 
 
-def save_reading(products: Products, folder: Path) -> Path:
+def build_reading(products: Products, _: Path) -> tvm.IRModule:
     """Sums over as many bytes, in blocks that threads share."""
     blocks = ceil_div(products.weight_bytes, BLOCK)
     words = BLOCK // 4
@@ -171,12 +173,7 @@ def save_reading(products: Products, folder: Path) -> Path:
                 results.append(builder.emit(relax.call_tir(kernel, (x, data), out)))
             result = builder.emit_output(relax.Tuple(results))
         builder.emit_func_output(result)
-    return export(builder.finalize(), folder / "read.so")
-
-
-def export(mod: tvm.IRModule, path: Path) -> Path:
-    compile_module(mod).export_library(str(path))
-    return path
+    return builder.finalize()
 
 
 def save_onnx(products: Products, folder: Path) -> Path:
@@ -249,10 +246,10 @@ def compress_with_nncf(model: Any, group: int, folder: Path) -> Path:
     return folder / "nncf.xml"
 
 
-def save_llama_own(llama: Llama, folder: Path) -> Path:
+def build_llama(llama: Llama, folder: Path) -> tvm.IRModule:
     """The float ONNX file, compressed."""
     mod, params = load(write_float(llama, folder))
-    compressed = compress_weights(
+    return compress_weights(
         mod,
         params,
         bits=BITS,
@@ -260,7 +257,6 @@ def save_llama_own(llama: Llama, folder: Path) -> Path:
         scale_dtype="float16",
         activation=ROWS_OF_INTEGERS,
     )
-    return export(compressed, folder / "own.so")
 
 
 def save_llama_onnx(llama: Llama, folder: Path) -> Path:
@@ -296,24 +292,33 @@ def draw_inputs(spec: Spec, folder: Path) -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape, "float32") for name in spec.inputs}
 
 
-#: candidate -> engine, and what makes its file
-Makers = Mapping[str, tuple[Engine, Callable[[Any, Path], Path]]]
-GEMM_MAKERS: Makers = {
-    "relayquant": (Engine.RELAYQUANT, save_own),
-    "onnxruntime": (Engine.ONNXRUNTIME, save_onnx),
-    "openvino": (Engine.OPENVINO, save_openvino),
+#: What makes the file of a rival, or our module, from a row and its folder
+SaveRival = Callable[[Any, Path], Path]
+BuildOwn = Callable[[Any, Path], tvm.IRModule]
+
+
+@dataclass(frozen=True)
+class Makers:
+    """What makes the models of a row: modules of ours, and files of the rivals, by their names."""
+
+    own: Mapping[str, BuildOwn]
+    rivals: Mapping[Engine, SaveRival]
+
+
+RIVALS: Mapping[Engine, SaveRival] = {
+    Engine.ONNXRUNTIME: save_onnx,
+    Engine.OPENVINO: save_openvino,
 }
-GEMV_MAKERS: Makers = {**GEMM_MAKERS, "bandwidth": (Engine.RELAYQUANT, save_reading)}
-LLAMA_MAKERS: Makers = {
-    "relayquant": (Engine.RELAYQUANT, save_llama_own),
-    "onnxruntime": (Engine.ONNXRUNTIME, save_llama_onnx),
-    "openvino": (Engine.OPENVINO, save_llama_openvino),
-}
-ENCODER_MAKERS: Makers = {
-    "relayquant": (Engine.RELAYQUANT, save_encoder_own),
-    "onnxruntime": (Engine.ONNXRUNTIME, save_encoder_onnx),
-    "openvino": (Engine.OPENVINO, save_encoder_openvino),
-}
+GEMM_MAKERS = Makers({"relayquant": build_own}, RIVALS)
+GEMV_MAKERS = Makers({"relayquant": build_own, "bandwidth": build_reading}, RIVALS)
+LLAMA_MAKERS = Makers(
+    {"relayquant": build_llama},
+    {Engine.ONNXRUNTIME: save_llama_onnx, Engine.OPENVINO: save_llama_openvino},
+)
+ENCODER_MAKERS = Makers(
+    {"relayquant": build_encoder},
+    {Engine.ONNXRUNTIME: save_encoder_onnx, Engine.OPENVINO: save_encoder_openvino},
+)
 #: weights of a GEMV together are larger than the last cache
 ROWS: dict[str, tuple[Spec, Makers]] = {
     "GEMV 4096x4096": (Products(1, 4096, 4096, 12), GEMV_MAKERS),
@@ -330,16 +335,28 @@ ROWS: dict[str, tuple[Spec, Makers]] = {
 }
 
 
-def prepare_row(row: str, folder: Path) -> tuple[dict[str, Candidate], dict[str, np.ndarray]]:
-    """(candidates, inputs) of a row; from the folder where they are there."""
-    (spec, makers), index = ROWS[row], folder / "contenders.json"
-    folder.mkdir(parents=True, exist_ok=True)
+def prepare_row(
+    row: str, folder: Path, machine: Machine
+) -> tuple[dict[str, Candidate], dict[str, np.ndarray]]:
+    """(candidates, inputs) of a row; from the folder if they are there.
+
+    The machines share the models of the rivals. Each has libraries of ours.
+    """
+    (spec, makers), ours = ROWS[row], folder / machine.folder
+    ours.mkdir(parents=True, exist_ok=True)
+    candidates = {}
+    for name, build in makers.own.items():
+        path = ours / f"{name}.so"
+        if not path.exists():
+            compile_module(build(spec, folder), machine.target).export_library(str(path))
+        candidates[name] = Candidate(Engine.RELAYQUANT, path)
+    index = folder / "contenders.json"
     entries = json.loads(index.read_text()) if index.exists() else {}
-    for name, (_, make) in makers.items():
-        if name not in entries:
-            entries[name] = make(spec, folder).name
+    for engine, save in makers.rivals.items():
+        if engine.value not in entries:
+            entries[engine.value] = save(spec, folder).name
             write_text(index, json.dumps(entries))
-    candidates = {name: Candidate(makers[name][0], folder / at) for name, at in entries.items()}
+        candidates[engine.value] = Candidate(engine, folder / entries[engine.value])
     return candidates, draw_inputs(spec, folder)
 
 
@@ -396,15 +413,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--prepare", action="store_true", help="measure nothing")
+    add_machine_option(parser)
     options = parser.parse_args()
+    machine = choose_machine(parser, options)
     with ExitStack() as stack:
         folder = options.folder or stack.enter_context(open_temporary_folder())
         results = read_results(RESULTS)
-        entry = open_entry(results, name_cpu())
+        entry = open_entry(results, machine.cpu)
         for row in options.rows:
-            candidates, inputs = prepare_row(row, folder / row.replace(" ", "_"))
+            candidates, inputs = prepare_row(row, folder / row.replace(" ", "_"), machine)
             for threads in [] if options.prepare else options.threads:
-                found = measure_engines(candidates, inputs, threads=threads, rounds=options.rounds)
+                found = measure_engines(
+                    candidates,
+                    inputs,
+                    threads=threads,
+                    rounds=options.rounds,
+                    environment=machine.environment,
+                )
                 times = {name: asdict(latency) for name, latency in found.latencies.items()}
                 entry["times"].setdefault(row, {})[str(threads)] = times
                 if threads == 1:

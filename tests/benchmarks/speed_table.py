@@ -126,6 +126,24 @@ def machine_without_amx() -> Machine:
     )
 
 
+def add_machine_option(parser: argparse.ArgumentParser) -> None:
+    """Let the command line choose the machine."""
+    parser.add_argument(
+        "--without-amx",
+        action="store_true",
+        help="compile ours without AMX and limit OpenVINO to VNNI; a CPU of its own in the results",
+    )
+
+
+def choose_machine(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Machine:
+    """The machine that the options ask for."""
+    if not options.without_amx:
+        return Machine(name_cpu())
+    if "amx-tile" not in list_instructions(resolve_target()):
+        parser.error(f"--without-amx: {name_cpu()} has no AMX. Leave the option out.")
+    return machine_without_amx()
+
+
 def target_without_amx(config: Mapping[str, Any]) -> Target:
     """The target of a dict for Target, less AMX. LLVM drops all that needs tiles with the tiles."""
     return resolve_target({**config, "mattr": [*config.get("mattr", ()), "-amx-tile"]})
@@ -370,15 +388,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--prepare", action="store_true", help="measure nothing")
-    parser.add_argument(
-        "--without-amx",
-        action="store_true",
-        help="compile ours without AMX and limit OpenVINO to VNNI; a CPU of its own in the results",
-    )
+    add_machine_option(parser)
     options = parser.parse_args()
-    if options.without_amx and "amx-tile" not in list_instructions(resolve_target()):
-        parser.error(f"--without-amx: {name_cpu()} has no AMX. Leave the option out.")
-    machine = machine_without_amx() if options.without_amx else Machine(name_cpu())
+    machine = choose_machine(parser, options)
     for rival in OTHER_ENGINES.values():
         rival.check()
     with ExitStack() as stack:

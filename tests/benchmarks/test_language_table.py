@@ -9,15 +9,18 @@ import language_table
 import numpy as np
 import onnx
 import pytest
-from encoders import Encoder, save_encoder_own
-from language_table import Products
+from encoders import Encoder, build_encoder
+from language_table import Makers, Products
 from llama_onnx import Llama, llama_inputs, save_llama
 from models import build_transformer
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
-from speed_table import replace_table
+from speed_table import Machine, replace_table
 
+from relayquant.analysis.speed.engines import Engine
 from relayquant.analysis.speed.latency import Latency
+from relayquant.codegen.kernels.isa.target import host_config, resolve_target
+from relayquant.stages.compilation import compile as compile_module
 from relayquant_runtime import Library
 
 TIMES = {
@@ -54,15 +57,48 @@ def test_products__bytes_of_codes_and_scales():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_dynamic", [False, True])
-def test_save_encoder_own__runs_in_integers(is_dynamic, tmp_path):
+def test_build_encoder__runs_in_integers(is_dynamic, tmp_path):
     """The library gives what the float model does, nearly, and is not it."""
     encoder = Encoder(partial(build_transformer, 1, 32, 2, 8), is_dynamic)
-    library = Library(save_encoder_own(encoder, tmp_path))
+    compile_module(build_encoder(encoder, tmp_path)).export_library(str(tmp_path / "own.so"))
+    library = Library(tmp_path / "own.so")
     (x,) = encoder.draw_batches(tmp_path, 1)[0].values()
     (got,) = library.run("main", [x])
     (expected,) = ReferenceEvaluator(str(tmp_path / "float.onnx")).run(None, {"input": x})
     error = np.abs(got - expected).max() / np.abs(expected).max()
     assert 1e-4 < error < 0.1
+
+
+def test_prepare_row__machines_share_the_rivals(monkeypatch, tmp_path):
+    """Our libraries are compiled for each machine, once; a rival's file is made once."""
+    made, targets = [], []
+
+    def save(_, folder):
+        made.append("openvino")
+        (folder / "model.xml").touch()
+        return folder / "model.xml"
+
+    def compile_module(mod, target):
+        targets.append(target)
+        return compile_for(mod, target)
+
+    compile_for = language_table.compile_module
+    monkeypatch.setattr(language_table, "compile_module", compile_module)
+    makers = Makers(language_table.GEMV_MAKERS.own, {Engine.OPENVINO: save})
+    monkeypatch.setitem(language_table.ROWS, "GEMV", (Products(1, 64, 16, 2), makers))
+    other = resolve_target({**host_config(), "num-cores": 1})
+    machines = [Machine("a CPU"), Machine("a CPU, less", "less", other)] * 2
+    found = [language_table.prepare_row("GEMV", tmp_path, machine) for machine in machines]
+    assert made == ["openvino"]
+    assert targets == [None, None, other, other]
+    for (candidates, inputs), folder in zip(found, [tmp_path, tmp_path / "less"] * 2, strict=True):
+        assert {name: each.path for name, each in candidates.items()} == {
+            "relayquant": folder / "relayquant.so",
+            "bandwidth": folder / "bandwidth.so",
+            "openvino": tmp_path / "model.xml",
+        }
+        assert all(each.path.exists() for each in candidates.values())
+        assert [*inputs] == ["x0", "x1"]
 
 
 def test_page__has_the_tables():
