@@ -69,7 +69,6 @@ from relayquant.flow.refine.wide_values import keep_wide
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings, QuantizeSettings
 from relayquant.ir.dialect.legality import Stage, check_stage
 from relayquant.ir.ledger import find_ledger, read_ledger, write_ledger
-from relayquant.ir.state import pair_states
 from relayquant.stages.annotation import add_biases, annotate
 from relayquant.stages.backends import resolve_backend
 from relayquant.stages.calibration.overflow import avoid_rounding
@@ -283,7 +282,7 @@ def prepare_model(
         canonical = run("equalize", add_scales, canonical, dataset, kept, model_type)
 
     wanted = {value.name for value in outputs if value.is_integer}
-    plan = run("annotate", annotate, canonical, backend, mapping, wanted, pair_states(canonical))
+    plan = run("annotate", annotate, canonical, backend, mapping, wanted)
     known = find_known(canonical) if is_quantized else {}
     plan = fix_parameters(canonical, plan, known, settings.qparams, Fixed)
     if level.equalizes_layers and dataset is not None:

@@ -160,14 +160,13 @@ def add_initial_state(mod: tvm.IRModule, inputs: Any) -> Any:
     return [*inputs[: place.first], *initial.values(), *inputs[place.first :]]
 
 
-def pair_states(mod: tvm.IRModule) -> list[tuple[str, str]]:
+def pair_states(graph: Graph) -> list[tuple[str, str]]:
     """Return (parameter, value that becomes it) of every state of main, by name. A new value that
     is no variable is left out.
     """
-    place = find_places(mod, get_state(mod)).get("main")
+    place = find_places(graph.mod, get_state(graph.mod)).get("main")
     if place is None:
         return []
-    graph = Graph(mod)
     results = list(iterate_results(result_expr(graph)))
     pairs = zip(place.names, results[len(results) - len(place.names) :], strict=True)
     return [(name, new.name) for name, new in pairs if isinstance(new, relax.Var)]

@@ -17,10 +17,12 @@ from relayquant.cli import main
 from relayquant.data import open_dataset, open_sequences
 from relayquant.data.item import describe_inputs
 from relayquant.errors import DataError
+from relayquant.flow.refine.prepared_edit import change_operators
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import call_name, iterate_results, result_expr
 from relayquant.plots.pictures import collect_ranges
+from relayquant.stages.annotation import plan_without
 from relayquant.stages.streams import open_streams
 
 RNG = np.random.default_rng(0)
@@ -136,6 +138,17 @@ def test_quantize__a_state_and_its_new_value_have_one_scale():
     assert call_name(given) == DEQUANTIZE
     for at in (1, 2):  # scale and zero point
         np.testing.assert_array_equal(taken.args[at].value.numpy(), given.args[at].value.numpy())
+
+
+def test_plan_made_again__a_state_and_its_new_value_have_one_group():
+    data = draw_rows(16)
+    prepared = rq.calibrate(rq.prepare(make_cell(), None, data, callbacks=()), data, callbacks=())
+    again = change_operators(prepared, {}, lambda model: model)
+    find = plan_without(prepared.source, prepared.backend, prepared.mapping)
+    groups = prepared.plan.value_groups
+    assert groups["h"] == groups["new"]
+    assert again.plan.value_groups == groups
+    assert [row.output for row in find([])] == [row.output for row in prepared.plan.operators]
 
 
 @pytest.mark.slow

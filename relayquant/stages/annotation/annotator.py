@@ -38,14 +38,12 @@ def annotate(
     backend: BackendConfig,
     mapping: QConfigMapping,
     wanted: Collection[str] = (),
-    tied: Sequence[tuple[str, str]] = (),
 ) -> Plan:
     """Return the plan for a prepared float module.
 
     Args:
         mod: The module; or its graph, which knows what earlier plans found in it.
         wanted: Names of the outputs that the module returns as integers.
-        tied: Pairs of values that share parameters where both are quantized.
 
     Raises:
         ConfigError: a line of the mapping selects nothing.
@@ -54,7 +52,7 @@ def annotate(
     graph = Graph.of(mod)
     matches = match_operators(graph, backend, mapping)
     check_mapping(graph, matches, mapping)
-    return make_plan(graph, matches, wanted, tied)
+    return make_plan(graph, matches, wanted)
 
 
 def plan_without(
@@ -83,16 +81,11 @@ def plan_without(
     return find
 
 
-def make_plan(
-    graph: Graph,
-    matches: Sequence[OperatorMatch],
-    wanted: Collection[str] = (),
-    tied: Sequence[tuple[str, str]] = (),
-) -> Plan:
+def make_plan(graph: Graph, matches: Sequence[OperatorMatch], wanted: Collection[str] = ()) -> Plan:
     """Decide which of the matched operators are quantized, and group the values; see `annotate`."""
     quantized = decide_quantized(graph, matches, wanted)
     check_wanted(matches, quantized, wanted)
-    found = build_groups(graph, matches, quantized, wanted, tied)
+    found = build_groups(graph, matches, quantized, wanted)
     operators = []
     integers = {var for matched in matches if matched.root in quantized for var in matched.vars}
     sums = find_moved_sums(graph, matches)

@@ -24,6 +24,7 @@ from relayquant.ir.plan import SharedQParams
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.function import find_free_name
 from relayquant.ir.rewrite.graph import tensor_shape
+from relayquant.ir.state import pair_states
 from relayquant.stages.annotation.match import OperatorMatch
 
 #: a value together with the specification it is quantized by
@@ -95,13 +96,12 @@ def build_groups(
     matches: Sequence[OperatorMatch],
     quantized: frozenset[relax.Var],
     wanted: Collection[str],
-    tied: Sequence[tuple[str, str]],
 ) -> ValueGroups:
     """Build the groups of the `quantized` operators. Results that are `wanted` as integers
-    always have a group. Values that are `tied` have one group where both have one.
+    always have a group.
     """
     planned = [matched for matched in matches if matched.root in quantized]
-    names = NamedSets.of(graph, matches, quantized, wanted, tied)
+    names = NamedSets.of(graph, matches, quantized, wanted)
     groups = group_values(graph, names)
     for matched in planned:
         groups += [weight_group(matched, *constant) for constant in find_constants(matched)]
@@ -141,7 +141,6 @@ class NamedSets:
         matches: Sequence[OperatorMatch],
         quantized: frozenset[relax.Var],
         wanted: Collection[str] = (),
-        tied: Sequence[tuple[str, str]] = (),
     ) -> NamedSets:
         """Join the values of the `quantized` operators; arguments as of `build_groups`."""
         # An operator with dynamic parameters reads and returns float values, so only its weight has
@@ -153,7 +152,7 @@ class NamedSets:
         spread_sharing(active, partition)
         join_concat_inputs(graph, active, partition)
         add_supported_outputs(active, partition)
-        join_tied(graph, active, partition, tied)
+        join_states(graph, active, partition)
         primary = choose_primary(active, partition)
         key_of: dict[Node, str] = {}
         taken: set[str] = set()
@@ -314,19 +313,14 @@ def is_read_inside(graph: Graph, var: relax.Var, inside: Collection[relax.Var]) 
     return graph.has_one_user(var) or (are_slices and var not in graph.outputs)
 
 
-def join_tied(
-    graph: Graph,
-    active: Sequence[OperatorMatch],
-    partition: Partition,
-    tied: Sequence[tuple[str, str]],
-) -> None:
-    """Give both values of a pair the same parameters: a state and its new value are one value.
+def join_states(graph: Graph, active: Sequence[OperatorMatch], partition: Partition) -> None:
+    """Give a state and its new value the same parameters, since they are one value.
 
     A state that is read as integers is then returned on their grid, if an operator on integers
     computes it.
     """
     roots = {matched.root.name: matched for matched in active}
-    for old, new in tied:
+    for old, new in pair_states(graph):
         specs = {spec for nodes in partition.sets() for var, spec in nodes if var.name == old}
         if new not in roots or old == new:
             continue
