@@ -34,6 +34,7 @@ from relayquant.formats.readers.causal_lm.sources import (
 )
 from relayquant.formats.readers.onnx.graph.inputs import Inputs
 from relayquant.formats.readers.state import pair_state
+from relayquant.ir.rewrite.constants import share_constants
 from relayquant.relay import decode_params, from_json, from_text, is_relay_json
 
 Shapes: TypeAlias = Mapping[str, Sequence[int | str]]
@@ -220,14 +221,15 @@ def load(
             )
     request = Request(model, shapes, inputs, params, causal_lm, max_bytes)
     if not is_path:
-        return _pair_state(found.read(request), state)
+        return _finish(found.read(request), state)
     with reading(model, f"{found.kind} model", ModelError):
-        return _pair_state(found.read(request), state)
+        return _finish(found.read(request), state)
 
 
-def _pair_state(imported: Imported, state: Mapping[str, str | int] | None) -> Imported:
-    """Make state of the pairs of inputs and results."""
+def _finish(imported: Imported, state: Mapping[str, str | int] | None) -> Imported:
+    """Make equal constants one, and state of the pairs of inputs and results."""
     mod, params = imported
+    mod = share_constants(mod)
     return (pair_state(mod, state) if state else mod), params
 
 

@@ -28,6 +28,7 @@ from relayquant.codegen.library.expanded_weights import call_expansion
 from relayquant.ir.dialect.cost import MACS_ATTR, count_macs
 from relayquant.ir.dialect.legality import list_calls
 from relayquant.ir.dialect.loops import OPAQUE
+from relayquant.ir.rewrite.constants import hash_array
 from relayquant.ir.rewrite.expressions import FunctionGraph, list_reads, op_name
 from relayquant.ir.rewrite.function import add_functions, list_functions
 from relayquant.ir.rewrite.rule import Rule, fire_first, select_rules
@@ -148,6 +149,7 @@ class KernelTable:
         self._kernels: dict[tuple[str, Hashable, bool], GlobalVar] = {}
         self._can_overwrite: dict[tuple[str, Hashable], bool] = {}
         self._packed: dict[Hashable, tuple[relax.Expr, ...]] = {}
+        self._constants: dict[Hashable, relax.Expr] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -179,6 +181,17 @@ class KernelTable:
         if key not in self._packed:
             self._packed[key] = tuple(relax.const(array) for array in make())
         return self._packed[key]
+
+    def share(self, array: np.ndarray) -> relax.Expr:
+        """Return a constant of an array. Equal arrays become one constant.
+
+        Each call of a kernel packs its weights, and the steps of a recurrent layer have the same.
+        """
+        array = np.ascontiguousarray(array)
+        key = str(array.dtype), array.shape, hash_array(array)
+        if key not in self._constants:
+            self._constants[key] = relax.const(array, str(array.dtype))
+        return self._constants[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -422,7 +435,7 @@ class BlockEmitter:
     def emit_operand(self, operand: Operand, name: str) -> relax.Expr:
         """Return the argument for an operand of the kernel that computes the value `name`."""
         if isinstance(operand, np.ndarray):
-            return relax.const(operand, str(operand.dtype))
+            return self.block.table.share(operand)
         if not isinstance(operand, Expanded):
             return operand
         expansion = self.builder.normalize(call_expansion(operand))

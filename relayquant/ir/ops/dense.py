@@ -37,7 +37,7 @@ from relayquant.ir.ops.build import (
     weighted_patterns,
 )
 from relayquant.ir.ops.conv import check_channel_bias
-from relayquant.ir.ops.dynamic import multiply_at_run_time, multiply_groups
+from relayquant.ir.ops.dynamic import IntegerWeight, multiply_at_run_time, multiply_groups
 from relayquant.ir.rewrite import Match, Pattern, Skip
 from relayquant.ir.rewrite.graph import constant_value
 
@@ -78,8 +78,9 @@ def realize_dynamic_dense(context: DynamicContext) -> relax.Expr | Skip:
     array = constant_value(weight.value)
     if array is None:
         return Skip("the weight is not a constant")
+    shared = IntegerWeight.of(array, weight.qparams.zero_point)
     accumulator = multiply_at_run_time(
-        context.emit, data.value, data.zero_point, array, weight.qparams.zero_point, is_exact=True
+        context.emit, data.value, data.zero_point, shared, is_exact=True
     )
     value = context.dequantize(accumulator, output_axis(context.match))
     return repeat_activation(context, value)

@@ -203,30 +203,51 @@ def multiply_groups(
     return relax.op.subtract(emit(product, "product"), excess)
 
 
+@dataclass(frozen=True, eq=False)
+class IntegerWeight:
+    """A constant weight of integer products. Several products may share it.
+
+    Attributes:
+        units: Constant int8 or uint8 (N, K).
+        zero_point: Constant int32 () or (N,).
+        sums: Column sums of the weight without its zero point, int64 (N,).
+    """
+
+    units: relax.Expr
+    zero_point: relax.Expr
+    sums: np.ndarray
+
+    @classmethod
+    def of(cls, weight: np.ndarray, zero_point: np.ndarray) -> IntegerWeight:
+        """Make it of a weight (K, N), whose zero point is () or (N,)."""
+        return cls(
+            relax.const(np.ascontiguousarray(weight.T), str(weight.dtype)),
+            relax.const(np.asarray(zero_point, "int32"), "int32"),
+            (weight.astype("int64") - zero_point).sum(axis=0),
+        )
+
+
 def multiply_at_run_time(
     emit: Emit,
     data: relax.Expr,
     zero_point: relax.Expr,
-    weight: np.ndarray,
-    weight_zero: np.ndarray,
+    weight: IntegerWeight,
     *,
     is_exact: bool = False,
 ) -> relax.Expr:
-    """Sum (data - zero_point) * (weight - weight_zero) in int32.
+    """Sum (data - zero_point) * (weight - its zero point) in int32.
 
-    `data` (..., K) and the constant weight (K, N) are integers. weight_zero is int32 () or (N,).
+    `data` (..., K) is integers.
 
     A variable zero point is taken out of the kernel: qnn.dense(data, weight) - zero_point * (column
-    sums of weight - weight_zero). zero_point is () or, for data (M, K), (M,). Sums wrap modulo
+    sums of the weight). zero_point is () or, for data (M, K), (M,). Sums wrap modulo
     2^32. With `is_exact` they are int64 if an input could overflow int32.
     """
-    units = relax.const(np.ascontiguousarray(weight.T), str(weight.dtype))
-    zero = relax.const(np.asarray(weight_zero, "int32"), "int32")
+    units, zero = weight.units, weight.zero_point
     dtype = SUM_DTYPES[0]
     if is_exact:
         product = qnn.dense(data, units, 0, zero, 1.0, 1.0)
         dtype = choose_accumulator_dtype(product, is_dynamic=True)
-    sums = (weight.astype("int64") - weight_zero).sum(axis=0)
     if constant_value(zero_point) is not None:
         return qnn.dense(data, units, zero_point, zero, 1.0, 1.0, out_dtype=dtype)
     product = qnn.dense(data, units, 0, zero, 1.0, 1.0, out_dtype=dtype)
@@ -235,7 +256,7 @@ def multiply_at_run_time(
         zero_point = emit(relax.op.expand_dims(zero_point, -1), "zero_point.row")
     if dtype != SUM_DTYPES[0]:
         zero_point = emit(relax.op.astype(zero_point, dtype), "zero_point.wide")
-    excess = relax.op.multiply(zero_point, relax.const(sums.astype(dtype), dtype))
+    excess = relax.op.multiply(zero_point, relax.const(weight.sums.astype(dtype), dtype))
     return relax.op.subtract(product, emit(excess, "correction"))
 
 

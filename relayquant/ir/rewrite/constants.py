@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,6 +50,28 @@ def list_bytes(array: np.ndarray) -> np.ndarray:
     return np.sort(np.ascontiguousarray(array).reshape(-1).view(f"V{array.dtype.itemsize}"))
 
 
+def hash_array(array: np.ndarray) -> bytes:
+    """Return a digest of the bits of an array, by which equal constants are found."""
+    return hashlib.blake2b(np.ascontiguousarray(array).view(np.uint8)).digest()
+
+
+def list_constants(func: relax.Function) -> list[GenericConst]:
+    """List the tensor constants of a function, each once."""
+    found: dict[GenericConst, None] = {}
+
+    def visit(expr: relax.Expr) -> None:
+        if isinstance(expr, GenericConst) and constant_value(expr) is not None:
+            found.setdefault(expr)
+
+    relax.analysis.post_order_visit(func, visit)
+    return list(found)
+
+
+def find_start(constant: GenericConst) -> tuple[str, bytes]:
+    """Return the type and the first bits of a constant. Equal constants have the same."""
+    return str(constant.ty), constant.value.numpy().reshape(-1)[:64].tobytes()
+
+
 def count_huge(array: np.ndarray) -> int:
     """Count the finite elements with a magnitude above `LARGEST`."""
     if max(-float(array.min(initial=0)), float(array.max(initial=0))) <= LARGEST:
@@ -64,16 +87,18 @@ def share_constants(mod: tvm.IRModule) -> tvm.IRModule:
     `mod` is not changed. Constants are equal if they have the same type and the same bits: 0.0 and
     -0.0 differ, and NaNs with the same bits are equal.
 
-    Stages that make constants end with this step. Rules compute a constant from a weight once for
-    each use. Afterwards it is stored, saved and loaded once.
+    Readers and stages that make constants end with this step. Rules compute a constant from a
+    weight once for each use. Afterwards it is stored, saved and loaded once.
     """
     first: dict[tuple[str, bytes], GenericConst] = {}
+    starts = Counter(map(find_start, list_constants(mod["main"])))
     swapped = False
 
     def share(constant: GenericConst) -> GenericConst:
         nonlocal swapped
-        digest = hashlib.blake2b(constant.value.numpy().tobytes()).digest()
-        found = first.setdefault((str(constant.ty), digest), constant)
+        if constant_value(constant) is None or starts[find_start(constant)] < 2:
+            return constant
+        found = first.setdefault((str(constant.ty), hash_array(constant.value.numpy())), constant)
         swapped = swapped or not found.same_as(constant)
         return found
 
@@ -88,13 +113,6 @@ def count_constant_bytes(mod: tvm.IRModule) -> int:
 
     A constant with several readers counts once, also if several functions read it.
     """
-    sizes: dict[Any, int] = {}
-
-    def visit(expr: Any) -> None:
-        value = constant_value(expr)
-        if value is not None:
-            sizes[expr] = value.nbytes
-
-    for func in list_functions(mod).values():
-        relax.analysis.post_order_visit(func, visit)
-    return sum(sizes.values())
+    functions = list_functions(mod).values()
+    found = dict.fromkeys(constant for func in functions for constant in list_constants(func))
+    return sum(constant.value.numpy().nbytes for constant in found)

@@ -15,6 +15,7 @@ from onnx_runtime import run_onnxruntime
 import relayquant as rq
 from relayquant.base.runtime import Executor
 from relayquant.errors import ModelError
+from relayquant.ir.rewrite.constants import count_constant_bytes
 
 MICROSOFT = "com.microsoft"
 TYPES = ("uint8", "int8")
@@ -269,6 +270,13 @@ def make_lstm(
         n.constant(n.scales(size) / 3)
         n.constant(np.full(size, 131 if dtype == "uint8" else 0, dtype))
     return n
+
+
+def test_dynamic_quantize_lstm__steps_share_the_weights():
+    node = make_lstm(direction="bidirectional")
+    constants = sum(len(tensor.raw_data) for tensor in node.tensors)
+    mod, _ = rq.load(node.model(3, hidden_size=6, direction="bidirectional"))
+    assert count_constant_bytes(mod) < 2 * constants
 
 
 # -- transformers ----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from module_constants import list_constants
 from tvm import relax
 
 import relayquant as rq
+from relayquant.ir.dialect import qnn
 from relayquant.ir.reference import run as run_numpy
 from relayquant.ir.rewrite.constants import share_constants
 from relayquant.ir.rewrite.function import make_main
@@ -132,3 +133,27 @@ def test_share_constants__keeps_names_attributes_and_other_functions():
     assert after.attrs["kept"] == "yes"
     assert share_constants(after) is after
     relax.analysis.well_formed(after)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+def test_compile__weight_of_several_products_is_packed_once(dtype, tmp_path):
+    """The steps of an unrolled recurrent layer all multiply by one weight."""
+    size, steps = 256, 16
+    weight = RNG.integers(-99, 99, (size, size)).astype(dtype)
+    x = relax.Var("x", relax.TensorType((4, size), "float32"))
+
+    def emit(builder):
+        value = x
+        for _ in range(steps):
+            if dtype == "float32":
+                value = builder.emit(relax.op.matmul(value, relax.const(weight.T.copy(), dtype)))
+            else:
+                rounded = builder.emit(qnn.quantize(value, 0.05, 0, out_dtype="int8"))
+                total = qnn.dense(rounded, relax.const(weight, dtype), 0, 0, 0.05, 0.001)
+                value = builder.emit(relax.op.astype(builder.emit(total), "float32"))
+            value = builder.emit(relax.op.multiply(value, relax.const(np.float32(1e-3))))
+        return value
+
+    path = tmp_path / "model.so"
+    rq.compile(make_main([x], emit)).export_library(str(path))
+    assert path.stat().st_size < 4 * weight.nbytes + 200_000

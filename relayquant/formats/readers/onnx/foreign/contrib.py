@@ -7,7 +7,6 @@ operators and quantize. Each function is a `Convert`, as `conversion` says.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,14 +21,16 @@ from relayquant.formats.readers.onnx.operators.quantized import (
     convert_dequantize_linear,
     convert_matmul_integer,
     convert_quantize_linear,
+    read_weight,
 )
 from relayquant.formats.readers.onnx.operators.recurrent import (
     LSTM,
+    Multiply,
     RecurrentNode,
     convert_recurrent,
 )
 from relayquant.formats.readers.refusal import NotConstant, Refusal
-from relayquant.ir.ops.dynamic import quantize_at_run_time
+from relayquant.ir.ops.dynamic import multiply_at_run_time, quantize_at_run_time
 from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_dtype, tensor_shape
 
 #: Added to the scores of masked keys, unless attribute mask_filter_value gives another number.
@@ -89,6 +90,13 @@ def multiply_integers(
     right_scale).
     """
     total = convert_matmul_integer(bb, [left, right, left_zero, right_zero], {}, opset)
+    return scale_sums(bb, total, left_scale, right_scale)
+
+
+def scale_sums(
+    bb: Builder, total: relax.Expr, left_scale: relax.Expr, right_scale: relax.Expr
+) -> relax.Expr:
+    """Emit float32(total) * (left_scale * right_scale)."""
     real = bb.emit(relax.op.astype(bb.emit(total), "float32"))
     return bb.emit(relax.op.multiply(real, bb.emit(relax.op.multiply(left_scale, right_scale))))
 
@@ -147,7 +155,7 @@ def convert_dynamic_quantize_lstm(
         ]
         return convert_recurrent(LSTM, bb, [data, *real, *others], attrs, opset)
     products = [
-        tuple(read_product(bb, opset, triple, number) for triple in triples)
+        tuple(read_product(bb, triple, number) for triple in triples)
         for number in range(len(layer.directions))
     ]
     return layer.unroll_steps((data, *others), [(by, (again,)) for by, again in products])
@@ -175,18 +183,25 @@ def read_rows(
 
 
 def read_product(
-    bb: Builder,
-    opset: int,
-    triple: tuple[np.ndarray, np.ndarray, np.ndarray],
-    number: int,
-) -> functools.partial[relax.Expr]:
-    """Return the product with the weight of one direction, given what `read_rows` returns."""
+    bb: Builder, triple: tuple[np.ndarray, np.ndarray, np.ndarray], number: int
+) -> Multiply:
+    """Return the product with the weight of one direction, given what `read_rows` returns.
+
+    All steps share its constants.
+    """
     weight, *parts = (array[number] for array in triple)
-    rows = [part[0] if part.size > 1 else part.reshape(()) for part in parts]
-    constants = [
-        relax.const(np.ascontiguousarray(array), str(array.dtype)) for array in (weight, *rows)
-    ]
-    return functools.partial(multiply_dynamic, bb, opset, *constants)
+    scale, zero = (part[0] if part.size > 1 else part.reshape(()) for part in parts)
+    shared, factor = read_weight(weight, zero.astype("int32")), relax.const(scale, "float32")
+
+    def emit(expr: relax.Expr, _: str) -> relax.Var:
+        return bb.emit(expr)
+
+    def multiply(data: relax.Expr) -> relax.Expr:
+        found = quantize_at_run_time(emit, data)
+        total = multiply_at_run_time(emit, found.value, found.zero_point, shared)
+        return scale_sums(bb, total, found.scale, factor)
+
+    return multiply
 
 
 # -- transformers ----------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from relayquant.formats.readers.pooling import Windows
 from relayquant.formats.readers.refusal import NotConstant, Refusal
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ops.dynamic import (
+    IntegerWeight,
     convolve_at_run_time,
     multiply_at_run_time,
     quantize_at_run_time,
@@ -255,14 +256,19 @@ def convert_matmul_integer(bb: Builder, inputs: Operands, attrs: Attrs, opset: i
         wide = bb.emit(relax.op.subtract(relax.op.astype(weight, "int32"), weight_zero))
         sums = bb.emit(relax.op.sum(wide, -2, keepdims=True))
     else:
-        if array.dtype == np.uint8:
-            array, zero = (array.astype("int16") - 128).astype("int8"), zero - 128
-        value = multiply_at_run_time(lambda expr, _: bb.emit(expr), data, data_zero, array, zero)
-        totals = (array.astype("int64") - zero).sum(axis=0).astype("int32")
-        sums = relax.const(totals, "int32")
+        shared = read_weight(array, zero)
+        value = multiply_at_run_time(lambda expr, _: bb.emit(expr), data, data_zero, shared)
+        sums = relax.const(shared.sums.astype("int32"), "int32")
     if rows is None:
         return value
     return relax.op.subtract(bb.emit(value), bb.emit(relax.op.multiply(rows, sums)))
+
+
+def read_weight(array: np.ndarray, zero: np.ndarray) -> IntegerWeight:
+    """Return a weight (K, N) in int8, with its int32 zero point () or (N,)."""
+    if array.dtype == np.uint8:
+        array, zero = (array.astype("int16") - 128).astype("int8"), zero - 128
+    return IntegerWeight.of(array, zero)
 
 
 def spread_columns(bb: Builder, vector: relax.Expr, weight: relax.Expr) -> relax.Expr:
