@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from relayquant.errors import ModelError, format_count
 
 
@@ -23,11 +25,11 @@ class Fields:
     prefix: str = ""
 
     def get(self, *names: str) -> Any:
-        """Return a value, or None if there is none."""
+        """Return a value, or None if there is none. An array is returned as a list."""
         for name in names:
             value = self.values.get(self.prefix + name)
             if value is not None:
-                return value
+                return value.tolist() if isinstance(value, np.ndarray) else value
         return None
 
     def integer(self, *names: str, default: int | None = None) -> int:
@@ -84,6 +86,21 @@ class Fields:
         if not isinstance(value, list) or len(value) < (count or 0):
             size = "" if count is None else f" of {format_count(count, 'value')}"
             raise self.refuse(names, value, f"a list{size}")
+        return value[:count]
+
+    def numbers(self, count: int, *names: str, default: int | None = None) -> list[int]:
+        """Return a number of each of `count` layers: of one for all, or of one for each.
+
+        Raises:
+            ModelError: as for `integer`, or there are too few.
+        """
+        value = self.get(*names)
+        if not isinstance(value, list):
+            return [self.integer(*names, default=default)] * count
+        is_right = all(isinstance(each, int) and each >= 0 for each in value)
+        if not is_right or len(value) < count:
+            allowed = f"{format_count(count, 'number')}, one for each layer"
+            raise self.refuse(names, value, allowed)
         return value[:count]
 
     def refuse(self, names: tuple[str, ...], value: Any, allowed: str) -> ModelError:

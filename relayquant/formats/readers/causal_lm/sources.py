@@ -16,7 +16,8 @@ from relayquant.errors import ModelError
 from relayquant.formats.readers.causal_lm.architectures.reader import WITH_PICTURES, read_config
 from relayquant.formats.readers.causal_lm.config import CausalLMConfig
 from relayquant.formats.readers.causal_lm.fields import Fields
-from relayquant.formats.readers.causal_lm.gguf_model import list_gguf_tensors, read_gguf_config
+from relayquant.formats.readers.causal_lm.gguf.reader import read_gguf_config
+from relayquant.formats.readers.causal_lm.gguf.tensors import list_gguf_tensors
 from relayquant.formats.readers.causal_lm.names import TensorNames, translate_tensors
 from relayquant.formats.readers.causal_lm.network import build_network
 from relayquant.formats.readers.causal_lm.options import CausalLMOptions
