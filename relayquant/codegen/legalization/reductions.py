@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from tvm import relax, tirx, topi
+from tvm import relax, te, tirx, topi
 from tvm.ir import Call
 
 from relayquant.codegen.legalization.logical_and_bitwise import legalize_as_tvm
@@ -31,13 +31,58 @@ def legalize_extreme(builder: relax.BlockBuilder, call: Call) -> Any:
 
 
 def legalize_place_of_extreme(builder: relax.BlockBuilder, call: Call) -> Any:
-    """Legalize argmax or argmin.
+    """Legalize argmax or argmin as the first place of the extreme value.
 
     Raises:
-        ModelError: the axis has size 0, so there is no place.
+        ModelError: an axis has size 0, so there is no place.
     """
     refuse_nothing(call, "extreme value")
-    return legalize_as_tvm(builder, call)
+    if not shape_of(call.args[0]):
+        return legalize_as_tvm(builder, call)
+    axes, is_highest = find_axes(call), call_name(call) == "relax.argmax"
+
+    def compute(x: Any) -> Any:
+        places = search_extreme(x, axes, is_highest, tensor_dtype(call))
+        removed = axes if call.attrs.keepdims else ()
+
+        def read(*at: Any) -> Any:
+            return places(*(index for axis, index in enumerate(at) if axis not in removed))
+
+        return te.compute(shape_of(call), read, name=call_name(call)[6:])
+
+    return builder.call_te(compute, call.args[0], primfunc_name_hint=call_name(call)[6:])
+
+
+def search_extreme(x: Any, axes: Sequence[int], is_highest: bool, dtype: str) -> Any:
+    """Return the first place of the extreme value along the axes, counted along all of them.
+
+    TVM begins at place -1 with the lowest number and keeps this place if no value is higher: among
+    uint8 that are all 0, the maximum was at -1. Here the search begins at place 0. If no value is
+    higher than the lowest number, all of them are equal to it, and the first one is right.
+    """
+    starts = find_limits(str(x.dtype))
+    along = {axis: te.reduce_axis((0, x.shape[axis]), name=f"k{axis}") for axis in axes}
+    place: Any = tirx.const(0, dtype)
+    for axis, k in along.items():
+        place = place * tirx.Cast(dtype, x.shape[axis]) + tirx.Cast(dtype, k.var)
+
+    def combine(left: Any, right: Any) -> Any:
+        is_further = left[1] > right[1] if is_highest else left[1] < right[1]
+        is_first = tirx.any(is_further, tirx.all(left[1] == right[1], left[0] < right[0]))
+        return tirx.Select(is_first, left[0], right[0]), tirx.Select(is_further, left[1], right[1])
+
+    def begin(of_place: Any, of_value: Any) -> Any:
+        return tirx.const(0, of_place), tirx.const(starts[not is_highest], of_value)
+
+    def reduce(*at: Any) -> Any:
+        rest = iter(at)
+        value = x(*(along[axis] if axis in along else next(rest) for axis in range(x.ndim)))
+        return first((place, value), axis=[*along.values()])
+
+    first = te.comm_reducer(combine, begin, name="first_extreme")
+    others = [size for axis, size in enumerate(x.shape) if axis not in along]
+    places, _ = te.compute(others, reduce, name="extreme")
+    return places
 
 
 def refuse_nothing(call: Call, sought: str) -> None:

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import onnx
 import pytest
-from compiled_call import build_reduction
+from compiled_call import build_call, build_reduction
 from onnx.reference import ReferenceEvaluator
 from onnx_models import make_onnx
 from tvm import relax
@@ -120,6 +120,34 @@ def test_average__of_large_integers_is_exact(name, dtype, size):
 def test_place_of_extreme_of_nothing__is_an_error(name):
     with pytest.raises(rq.ModelError, match=r"an axis of size 0, which has no extreme value"):
         rq.compile(build_reduction(name, (2, 0), "float32"))
+
+
+LIMITS = {
+    "uint8": [0, 255],
+    "int8": [-128, 127],
+    "int64": [-(2**63), 2**63 - 1],
+    "bool": [False, True],
+    "float16": [-np.inf, -65504, 65504, np.inf],
+    "float32": [-np.inf, -3.4028235e38, 3.4028235e38, np.inf],
+    "float64": [-np.inf, -1.7976931348623157e308, np.inf],
+}
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize("axis", [0, 1, -1, None])
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("name", ["argmax", "argmin"])
+def test_place_of_extreme__among_the_limits_of_a_type(name, dtype, axis, keepdims):
+    """TVM's search begins with such a number at place -1."""
+    equal = [np.full((4, 5), limit, dtype) for limit in LIMITS[dtype]]
+    data = np.random.default_rng(0).choice(np.array(LIMITS[dtype], dtype), (2, 4, 5))
+    data = np.concatenate([data, equal])
+    for each in [data, *(block[None] for block in equal)]:
+        mod = build_call(lambda x: getattr(relax.op, name)(x, axis, keepdims), each)
+        want = getattr(np, name)(each, axis, keepdims=keepdims)
+        for found in run_all(mod, each):
+            np.testing.assert_array_equal(found, want, strict=True)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int8", "float32"])
