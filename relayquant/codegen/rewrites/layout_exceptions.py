@@ -27,8 +27,8 @@ Rewrite = Callable[[relax.Binding], Sequence[relax.Binding]]
 
 #: prefix of the names under which calls are hidden
 HIDDEN = "relayquant.hidden."
-#: Operators legalized in one layout only, or whose result (a tuple or of another rank) fails the
-#: pass.
+#: Operators legalized in one layout only, or whose result (a tuple or of another rank) or operand
+#: (updates of the rank of the data, but of other axes) fails the pass.
 ONE_LAYOUT = (
     "relax.nn.conv1d_transpose",
     "relax.nn.conv3d",
@@ -36,6 +36,7 @@ ONE_LAYOUT = (
     "relax.nn.rms_norm",
     "relax.nn.dropout",
     "relax.image.resize3d",
+    "relax.scatter_nd",
     "relax.stack",
 )
 #: Operators on two tensors, element by element.

@@ -42,6 +42,9 @@ BETWEEN = {
     "repeat": lambda emit, x: op.strided_slice(op.repeat(x, 2, 1), [1], [1], [5]),
     "repeat without an axis": lambda emit, x: op.reshape(op.repeat(x, 2), (1, 4, 12, 6)),
     "take": lambda emit, x: op.take(x, relax.const(np.array([3, -3, 0, 1], "int64")), 1),
+    "updates of the rank of the data": lambda emit, x: op.scatter_nd(
+        x, relax.const(np.zeros((2, 3, 1, 1, 4), "int64")), emit.constant(2, 3, 1, 1), "max"
+    ),
     "ones_like": lambda emit, x: op.ones_like(x),
     "reflected pad": lambda emit, x: op.nn.pad(x, [0, 0, 0, 0, 2, 1, 1, 3], "reflect"),
     "a number of rank 1": lambda emit, x: op.divide(
