@@ -9,10 +9,12 @@ import gc
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,6 +78,17 @@ def tell_threads(threads_handle: T.handle):
     threads = T.match_buffer(threads_handle, (rows,), "int32")
     for i in T.parallel(rows, annotations={LEAST_EXTENT: 8}):
         threads[i] = T.call_extern("int32", "gettid")
+
+
+@T.prim_func
+def tell_processors(places: T.Buffer((ROWS, 2), "int32"), visits: T.Buffer((ROWS,), "int32")):
+    """Tells which thread a row was computed by, and on which processor. A row takes 50 us."""
+    T.func_attr({"global_symbol": "count_visits", "tirx.noalias": True})
+    for i in T.parallel(ROWS):
+        places[i, 0] = T.call_extern("int32", "gettid")
+        places[i, 1] = T.call_extern("int32", "sched_getcpu")
+        for _ in range(50_000):
+            visits[i] = visits[i] * 3 + 1
 
 
 def add_host_pool(func) -> tvm.IRModule:
@@ -213,19 +226,175 @@ print("parent ends too")
 """
 
 
-def test_pool__fork(tmp_path):
-    """The child has no workers, and does without; it ends, and so does its parent."""
-    library = str(tmp_path / "count.so")
+def run_apart(code: str, folder: Path, threads: int, **environment: str) -> str:
+    """What a process prints that runs Python code with the path of `count_visits` as argument."""
+    library = str(folder / "count.so")
     tvm.compile(add_host_pool(count_visits), resolve_target(None)).export_library(library)
     result = subprocess.run(
-        [sys.executable, "-c", FORK, library],
+        [sys.executable, "-c", code, library],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, "TVM_NUM_THREADS": "3"},
+        env={**os.environ, "TVM_NUM_THREADS": str(threads), **environment},
     )
-    assert result.stdout.split() == ["parent", "ends", "too"], result.stderr
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_pool__fork(tmp_path):
+    """The child has no workers, and does without; it ends, and so does its parent."""
+    assert run_apart(FORK, tmp_path, 3) == "parent ends too"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_pool__wakes_apart_from_the_caller(monkeypatch):
+    """Linux in a virtual machine would wake the worker on the caller's processor, and leave the
+    other one idle.
+    """
+    monkeypatch.setenv("TVM_NUM_THREADS", "2")
+    tell = tvm.compile(add_host_pool(tell_processors), resolve_target(None))["count_visits"]
+    places = tvm.runtime.tensor(np.zeros((ROWS, 2), "int32"))
+    visits = tvm.runtime.tensor(np.zeros(ROWS, "int32"))
+    shared: list[bool] = []
+    for _ in range(100):
+        time.sleep(0.02)
+        tell(places, visits)
+        found = places.numpy()
+        own = found[:, 0] == threading.get_native_id()
+        if not own.all():
+            shared.append(bool(set(found[own, 1]) & set(found[~own, 1])))
+    if len(shared) < 10:
+        pytest.skip("this machine is too busy: no worker took part")
+    assert np.mean(shared) < 0.3
+
+
+def test_pool__threads_keep_their_processors(monkeypatch):
+    """A worker takes back the processors that it may use, and so does a caller."""
+    monkeypatch.setenv("TVM_NUM_THREADS", "3")
+    before, allowed = list_tasks(), os.sched_getaffinity(0)
+    count = tvm.compile(add_host_pool(count_unevenly), resolve_target(None))["count_visits"]
+    visits, threads = new_visits(), tvm.runtime.tensor(np.zeros(ROWS, "int32"))
+    seen: set[frozenset[int]] = set()
+    whole: set[int] = set()
+    for _ in range(60):
+        time.sleep(0.005)
+        count(visits, threads)
+        assert os.sched_getaffinity(0) == allowed
+        time.sleep(0.005)  # a worker that has been called wakes up
+        for worker in list_tasks() - before:
+            found = os.sched_getaffinity(worker)
+            seen.add(frozenset(found))
+            whole |= {worker} if found == allowed else set()
+    # A worker that was called, but slept on because another one took the part, has its set later.
+    assert len(whole) == 2
+    assert all(found and found <= allowed for found in seen)
+
+
+def list_tasks() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/task")}
+
+
+PINNED = """
+import os, sys, time
+import numpy as np, tvm
+only = {min(os.sched_getaffinity(0))}
+os.sched_setaffinity(0, only)
+count = tvm.runtime.load_module(sys.argv[1])["count_visits"]
+visits, before = tvm.runtime.tensor(np.zeros((48, 64), "int32")), os.listdir("/proc/self/task")
+for _ in range(20):
+    count(visits)
+    time.sleep(0.002)
+assert (visits.numpy() == 20).all()
+workers = set(os.listdir("/proc/self/task")) - set(before)
+print(len(workers), all(os.sched_getaffinity(int(worker)) == only for worker in workers))
+"""
+
+
+def test_pool__one_processor_for_all(tmp_path):
+    """Workers stay on the one processor that the user allows."""
+    assert run_apart(PINNED, tmp_path, 2) == "1 True"
+
+
+#: A machine of 8 processors: of 6 threads of a pool, two workers share a processor, and one sleeps
+#: on the caller's. A line says who changes whose set, or that the caller asks where it is.
+MACHINE = """
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+static const int cpus[] = {0, 3, 3, 0, 5, 6};
+static pthread_t known[64];
+static int count = 1;  // 0 is the caller
+static __thread int id = -1;
+
+static int find(pthread_t thread) {
+  int at = 0;
+  for (int i = 1; i < 64; i++) at = known[i] == thread ? i : at;
+  return at;
+}
+
+int sched_getcpu(void) {
+  if (id < 0) {
+    id = getpid() == gettid() ? 0 : __sync_fetch_and_add(&count, 1);
+    if (id) known[id] = pthread_self();
+  }
+  if (id == 0) write(1, "?\\n", 2);
+  return cpus[id];
+}
+
+int pthread_getaffinity_np(pthread_t thread, size_t size, cpu_set_t* set) {
+  memset(set, 0, size);
+  for (int i = 0; i < 8; i++) CPU_SET(i, set);
+  return 0;
+}
+
+int pthread_setaffinity_np(pthread_t thread, size_t size, const cpu_set_t* set) {
+  char line[64];
+  int mask = 0;
+  for (int i = 0; i < 8; i++) mask |= CPU_ISSET(i, set) << i;
+  int length = snprintf(line, sizeof line, "%d %d %d\\n", find(pthread_self()), find(thread), mask);
+  return write(1, line, length) != length;
+}
+"""
+
+ON_MACHINE = """
+import sys, time
+import numpy as np, tvm
+count = tvm.runtime.load_module(sys.argv[1])["count_visits"]
+visits = tvm.runtime.tensor(np.zeros((48, 64), "int32"))
+for _ in range(20):
+    count(visits)
+    time.sleep(0.02)  # the workers fall asleep
+assert (visits.numpy() == 20).all()
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_pool__excludes_processors_of_others(tmp_path):
+    source, machine = tmp_path / "machine.c", tmp_path / "machine.so"
+    source.write_text(MACHINE)
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-pthread", source, "-o", machine], check=True)
+    printed = run_apart(ON_MACHINE, tmp_path, 6, LD_PRELOAD=str(machine))
+    cpus, whole = [0, 3, 3, 0, 5, 6], 0xFF
+    used, changes = 0, []
+    for line in printed.splitlines():
+        if line == "?":
+            used = 1 << cpus[0]
+            continue
+        changes.append(tuple(map(int, line.split())))
+        who, worker, mask = changes[-1]
+        if who == 0 and worker:
+            assert mask == whole & ~used
+            used |= 1 << cpus[worker]
+    assert {worker for who, worker, _ in changes if who == 0} >= {1, 2, 3, 4, 5}
+    taken_back = [mask for who, worker, mask in changes if who == worker != 0]
+    assert set(taken_back) == {whole}
+    own = [mask for who, worker, mask in changes if who == worker == 0]
+    assert own == [1 << cpus[0], whole] * (len(own) // 2)  # the caller slept, or not
 
 
 def test_pool__kernel_is_the_same_code():

@@ -24,6 +24,13 @@
 ; wakes two, each of them wakes two more, and so on. Each side changes its counter first (@sleepers,
 ; @waiting) and then reads what the other side writes (the slots, @left), sequentially consistent on
 ; both sides. So no thread misses its wake-up.
+;
+; Linux wakes a thread on the processor that it last ran on or on the waker's, unless it finds an idle
+; one. In a virtual machine it finds none after a pause of milliseconds: the host has stopped all idle
+; processors, and to Linux they look busy. So caller and worker would share a processor beside an idle
+; one. Before it wakes workers, the caller excludes its own processor and each other's from their sets
+; (@pool_spread). A worker that is awake takes its whole set back. A caller that sleeps stays on its
+; processor (@pool_stay), because the worker that wakes it is on another.
 
 %environment = type {{ ptr, i32 }}
 
@@ -50,7 +57,11 @@
 @wake = internal global [8 x i64] zeroinitializer, align 64       ; sem_t
 @finished = internal global [8 x i64] zeroinitializer, align 64   ; sem_t
 @handles = internal global [{most} x i64] zeroinitializer         ; pthread_t
+; Of each worker: its slot, and its bed: 0 while it is awake, else 4 * (1 + the processor that it sleeps
+; on), plus 1 while the caller changes its set of processors, plus 2 once this is done. @allowed keeps
+; the whole set (cpu_set_t); @allowed[0] is the caller's.
 @slots = internal global [{most} x [8 x i64]] zeroinitializer, align 64
+@allowed = internal global [{most} x [{cpu_words} x i64]] zeroinitializer
 ; Function that TVM's code calls for every parallel loop. TVM's runtime sets this pointer when it loads
 ; the code.
 @__TVMBackendParallelLaunch = external global ptr
@@ -69,6 +80,9 @@ declare i32 @sem_wait(ptr)
 declare i32 @getpid()
 declare i32 @getrusage(i32, ptr)
 declare i64 @pthread_self()
+declare i32 @pthread_getaffinity_np(i64, i64, ptr)
+declare i32 @pthread_setaffinity_np(i64, i64, ptr)
+declare i32 @sched_getcpu()
 declare i32 @clock_gettime(i32, ptr)
 declare i32 @llvm.umin.i32(i32, i32)
 declare i64 @llvm.smin.i64(i64, i64)
@@ -203,6 +217,7 @@ call:
   br i1 %none, label %end, label %rouse
 rouse:
   %start = call i64 @pool_read_clock()
+  call void @pool_spread()
   %count = atomicrmw xchg ptr @sleepers, i32 0 seq_cst
   %direct = call i32 @llvm.umin.i32(i32 %count, i32 2)
   %rest = sub i32 %count, %direct
@@ -225,6 +240,134 @@ roused:
   br label %end
 end:
   ret i64 %launch
+}}
+
+; Keep the caller on its processor. Returns 1 if this was done. @pool_take_back undoes it.
+define i32 @pool_stay() {{
+entry:
+  %only = alloca [{cpu_words} x i64]
+  store [{cpu_words} x i64] zeroinitializer, ptr %only
+  %cpu = call i32 @sched_getcpu()
+  %at = sext i32 %cpu to i64
+  %known = icmp ult i64 %at, {most_cpus}
+  br i1 %known, label %ask, label %no
+ask:
+  %self = call i64 @pthread_self()
+  %refused = call i32 @pthread_getaffinity_np(i64 %self, i64 {cpu_bytes}, ptr @allowed)
+  %told = icmp eq i32 %refused, 0
+  br i1 %told, label %pin, label %no
+pin:
+  %word = lshr i64 %at, 6
+  %shift = and i64 %at, 63
+  %bit = shl i64 1, %shift
+  %place = getelementptr i64, ptr %only, i64 %word
+  store i64 %bit, ptr %place
+  %failed = call i32 @pthread_setaffinity_np(i64 %self, i64 {cpu_bytes}, ptr %only)
+  %fine = icmp eq i32 %failed, 0
+  %result = zext i1 %fine to i32
+  ret i32 %result
+no:
+  ret i32 0
+}}
+
+; Give this thread back the processors that it had: a worker, or the caller (0).
+define void @pool_take_back(i64 %index) {{
+  %self = call i64 @pthread_self()
+  %allowed = getelementptr [{cpu_words} x i64], ptr @allowed, i64 %index
+  call i32 @pthread_setaffinity_np(i64 %self, i64 {cpu_bytes}, ptr %allowed)
+  ret void
+}}
+
+; Have sleeping workers wake on processors other than the caller's and one another's, if there are
+; others. What the system refuses is left as it is.
+define void @pool_spread() {{
+entry:
+  %used = alloca [{cpu_words} x i64]              ; cpu_set_t
+  %others = alloca [{cpu_words} x i64]
+  store [{cpu_words} x i64] zeroinitializer, ptr %used
+  %own = call i32 @sched_getcpu()
+  %own_place = sext i32 %own to i64
+  %threads = load i32, ptr @threads
+  %most = call i32 @llvm.umin.i32(i32 %threads, i32 {most_spread})
+  br label %see
+see:                                              ; the worker and where it sleeps, or where the caller runs
+  %worker = phi i32 [ 0, %entry ], [ %next, %more ]
+  %cpu = phi i64 [ %own_place, %entry ], [ %sleeps_on, %more ]
+  %before_claim = phi i64 [ 0, %entry ], [ %stored, %more ]
+  %index = zext i32 %worker to i64
+  %known = icmp ult i64 %cpu, {most_cpus}         ; not -1
+  br i1 %known, label %look, label %skip
+look:
+  %sleeps = icmp ne i32 %worker, 0
+  br i1 %sleeps, label %claim, label %mark
+claim:                                            ; unless it wakes up just now
+  %bed = getelementptr [8 x i64], ptr @slots, i64 %index, i64 1
+  %above = add i64 %cpu, 1
+  %calm = shl i64 %above, 2
+  %busy = or i64 %calm, 1
+  %done = or i64 %calm, 2
+  %attempt = cmpxchg ptr %bed, i64 %before_claim, i64 %busy acquire monotonic
+  %mine = extractvalue {{ i64, i1 }} %attempt, 1
+  br i1 %mine, label %decide, label %mark
+decide:                                           ; it may have slept on since it was excluded before
+  %place_of_handle = getelementptr i64, ptr @handles, i64 %index
+  %handle = load i64, ptr %place_of_handle
+  %allowed = getelementptr [{cpu_words} x i64], ptr @allowed, i64 %index
+  %fresh = icmp eq i64 %before_claim, %calm
+  br i1 %fresh, label %ask, label %exclude
+ask:
+  %refused = call i32 @pthread_getaffinity_np(i64 %handle, i64 {cpu_bytes}, ptr %allowed)
+  %told = icmp eq i32 %refused, 0
+  br i1 %told, label %exclude, label %release
+exclude:
+  %i = phi i64 [ 0, %ask ], [ 0, %decide ], [ %i_next, %exclude ]
+  %some = phi i64 [ 0, %ask ], [ 0, %decide ], [ %some_more, %exclude ]
+  %from = getelementptr i64, ptr %allowed, i64 %i
+  %all = load i64, ptr %from
+  %taken_from = getelementptr i64, ptr %used, i64 %i
+  %taken = load i64, ptr %taken_from
+  %free = xor i64 %taken, -1
+  %left = and i64 %all, %free
+  %to = getelementptr i64, ptr %others, i64 %i
+  store i64 %left, ptr %to
+  %some_more = or i64 %some, %left
+  %i_next = add i64 %i, 1
+  %again = icmp ult i64 %i_next, {cpu_words}
+  br i1 %again, label %exclude, label %judge
+judge:
+  %any = icmp ne i64 %some_more, 0
+  br i1 %any, label %move, label %release
+move:
+  %failed = call i32 @pthread_setaffinity_np(i64 %handle, i64 {cpu_bytes}, ptr %others)
+  %moved = icmp eq i32 %failed, 0
+  %outcome = select i1 %moved, i64 %done, i64 %before_claim
+  br label %release
+release:
+  %state = phi i64 [ %calm, %ask ], [ %before_claim, %judge ], [ %outcome, %move ]
+  store atomic i64 %state, ptr %bed release, align 8
+  br label %mark
+mark:
+  %word = lshr i64 %cpu, 6
+  %shift = and i64 %cpu, 63
+  %bit = shl i64 1, %shift
+  %place = getelementptr i64, ptr %used, i64 %word
+  %before = load i64, ptr %place
+  %with = or i64 %before, %bit
+  store i64 %with, ptr %place
+  br label %skip
+skip:
+  %next = add i32 %worker, 1
+  %rest = icmp slt i32 %next, %most
+  br i1 %rest, label %more, label %end
+more:
+  %next_index = zext i32 %next to i64
+  %next_bed = getelementptr [8 x i64], ptr @slots, i64 %next_index, i64 1
+  %stored = load atomic i64, ptr %next_bed monotonic, align 8
+  %plus_1 = lshr i64 %stored, 2
+  %sleeps_on = sub i64 %plus_1, 1
+  br label %see
+end:
+  ret void
 }}
 
 ; First task of a woken worker: it wakes two more workers.
@@ -320,7 +463,12 @@ sleep:
   %now = icmp eq i32 %still, 0
   br i1 %now, label %awake, label %wait
 wait:
+  %stays = call i32 @pool_stay()
   call i32 @sem_wait(ptr @finished)               ; may belong to an earlier launch: look again
+  %stayed = icmp ne i32 %stays, 0
+  br i1 %stayed, label %free, label %sleep
+free:
+  call void @pool_take_back(i64 0)
   br label %sleep
 awake:
   store atomic i32 0, ptr @waiting seq_cst, align 4
@@ -429,12 +577,13 @@ define i32 @pool_work(i64 %index) {{
 entry:
   %worker = trunc i64 %index to i32
   %slot = getelementptr [8 x i64], ptr @slots, i64 %index
+  %bed = getelementptr [8 x i64], ptr @slots, i64 %index, i64 1
   br label %fresh
 fresh:
   %seen = phi i64 [ 0, %entry ], [ %value, %done ], [ %value, %last ]
   br label %look
 look:
-  %turn = phi i32 [ 0, %fresh ], [ %turned, %pause ], [ 0, %woken ], [ 0, %asleep ]
+  %turn = phi i32 [ 0, %fresh ], [ %turned, %pause ], [ 0, %decide ], [ 0, %return ]
   %value = load atomic i64, ptr %slot acquire, align 8
   %low = and i64 %value, 1
   %open = icmp eq i64 %low, 0
@@ -467,6 +616,11 @@ pause:
   {pause}
   br label %look
 sleep:
+  %cpu = call i32 @sched_getcpu()
+  %above = add i32 %cpu, 1
+  %wide = zext i32 %above to i64
+  %calm = shl i64 %wide, 2
+  store atomic i64 %calm, ptr %bed release, align 8
   %others = atomicrmw add ptr @sleepers, i32 1 seq_cst
   %again = load atomic i64, ptr %slot seq_cst, align 8
   %same = icmp eq i64 %again, %value
@@ -479,7 +633,7 @@ leave:
   %fewer = sub i32 %asleep_now, 1
   %left_over = cmpxchg ptr @sleepers, i32 %asleep_now, i32 %fewer seq_cst seq_cst
   %left_ok = extractvalue {{ i32, i1 }} %left_over, 1
-  br i1 %left_ok, label %asleep, label %retract
+  br i1 %left_ok, label %awake, label %retract
 wait:
   %interrupted = call i32 @sem_wait(ptr @wake)
   %stop = load atomic i32, ptr @stopping acquire, align 4
@@ -487,8 +641,25 @@ wait:
   br i1 %end_now, label %end, label %woken
 woken:
   call i32 @pool_wake_others()
-  br label %look
-asleep:
+  br label %awake
+awake:
+  %state = load atomic i64, ptr %bed monotonic, align 8
+  %changing = and i64 %state, 1
+  %settled = icmp eq i64 %changing, 0
+  br i1 %settled, label %rise, label %stand_by
+stand_by:                                         ; the caller is about to be done
+  {pause}
+  br label %awake
+rise:
+  %attempt = cmpxchg ptr %bed, i64 %state, i64 0 acquire monotonic
+  %risen = extractvalue {{ i64, i1 }} %attempt, 1
+  br i1 %risen, label %decide, label %awake
+decide:
+  %excluded = and i64 %state, 2
+  %whole = icmp eq i64 %excluded, 0
+  br i1 %whole, label %look, label %return
+return:
+  call void @pool_take_back(i64 %index)
   br label %look
 end:
   ret i32 0

@@ -26,6 +26,11 @@ from relayquant.ir.rewrite.function import add_functions
 
 #: largest number of threads of a pool
 MOST_THREADS = 256
+#: processors that a cpu_set_t of the C library holds, and words of 64 bits of it
+MOST_CPUS = 1024
+CPU_WORDS = MOST_CPUS // 64
+#: Threads, with the caller, that are kept apart when they wake. It takes a microsecond for each.
+MOST_SPREAD = 16
 #: Turns that a worker waits for the next kernel before it sleeps: some 50 microseconds, the time of
 #: small kernels between two large ones.
 WORKER_TURNS = 5000
@@ -217,6 +222,10 @@ def format_source(pause: str, arguments: str) -> str:
     text = importlib.resources.files(__package__).joinpath("pool.ll").read_text("utf-8")
     return COUNT_THREADS.code + text.format(
         most=MOST_THREADS,
+        most_spread=MOST_SPREAD,
+        most_cpus=MOST_CPUS,
+        cpu_words=CPU_WORDS,
+        cpu_bytes=CPU_WORDS * 8,
         worker_turns=WORKER_TURNS,
         caller_turns=CALLER_TURNS,
         most_saved=MOST_SAVED,
