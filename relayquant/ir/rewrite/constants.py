@@ -13,7 +13,7 @@ import tvm_ffi
 from tvm import relax
 from tvm.ir import GenericConst
 
-from relayquant.ir.rewrite.function import add_functions, list_functions
+from relayquant.ir.rewrite.function import list_functions, map_functions
 from relayquant.ir.rewrite.graph import constant_value
 
 #: The square of a larger float32 number is infinite.
@@ -80,7 +80,7 @@ def count_huge(array: np.ndarray) -> int:
 
 
 def share_constants(mod: tvm.IRModule) -> tvm.IRModule:
-    """Return a module in which equal tensor constants of main are one object.
+    """Return a module in which equal tensor constants of all functions are one object.
 
         a = matmul(x, const1); b = matmul(a, const2)  ->  ... matmul(a, const1)
 
@@ -91,7 +91,8 @@ def share_constants(mod: tvm.IRModule) -> tvm.IRModule:
     weight once for each use. Afterwards it is stored, saved and loaded once.
     """
     first: dict[tuple[str, bytes], GenericConst] = {}
-    starts = Counter(map(find_start, list_constants(mod["main"])))
+    functions = list_functions(mod).values()
+    starts = Counter(find_start(each) for func in functions for each in list_constants(func))
     swapped = False
 
     def share(constant: GenericConst) -> GenericConst:
@@ -102,10 +103,8 @@ def share_constants(mod: tvm.IRModule) -> tvm.IRModule:
         swapped = swapped or not found.same_as(constant)
         return found
 
-    main: Any = tvm_ffi.structural_map(mod["main"], (GenericConst, share))
-    if not swapped:
-        return mod
-    return add_functions(mod, {mod.get_global_var("main"): main})
+    shared = map_functions(mod, lambda func: tvm_ffi.structural_map(func, (GenericConst, share)))
+    return shared if swapped else mod
 
 
 def count_constant_bytes(mod: tvm.IRModule) -> int:

@@ -115,6 +115,19 @@ def test_share_constants__type_and_bits(left, right, are_one):
         assert result.shape == wanted.shape
 
 
+def test_share_constants__functions_of_a_module_without_main():
+    """A language model has prefill and decode."""
+    x = relax.Var("x", relax.TensorType((2,), "float32"))
+    add = lambda _: relax.op.add(x, relax.const(np.float32([1, 2])))  # noqa: E731
+    functions = {name: make_main([x], add)["main"] for name in ("prefill", "decode")}
+    named = {name: func.with_attr("global_symbol", name) for name, func in functions.items()}
+    before = tvm.IRModule(named)
+    after = share_constants(before)
+    tvm.ir.assert_structural_equal(after, before)
+    (left,), (right,) = (list_constants(after[name]) for name in named)
+    assert left.same_as(right)
+
+
 def test_share_constants__keeps_names_attributes_and_other_functions():
     x = relax.Var("x", relax.TensorType((2,), "float32"))
 
