@@ -9,6 +9,7 @@ from relayquant.data.item import Batch, InputInfo, convert_item, count_samples
 from relayquant.data.sampling import (
     CalibrationShare,
     SpreadSample,
+    count_first,
     has_free_batch,
     open_share,
     take_samples,
@@ -24,6 +25,7 @@ __all__ = [
     "SpreadSample",
     "StreamedDataset",
     "convert_item",
+    "count_first",
     "count_samples",
     "has_free_batch",
     "open_dataset",

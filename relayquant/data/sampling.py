@@ -262,9 +262,16 @@ def take_samples(data: Dataset, samples: int) -> Dataset:
     """Return the first batches that hold at least `samples` samples, or all."""
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ConfigError(f"samples is {samples!r}; allowed: an integer >= 1.", code="RQ101")
+    return data.head(count_first(map(count_samples, data), samples))
+
+
+def count_first(sizes: Iterable[int], samples: int) -> int:
+    """Return how many batches of these sizes hold at least `samples` samples: the first ones, or
+    all.
+    """
     batches = found = 0
-    for batch in data:
-        batches, found = batches + 1, found + count_samples(batch)
+    for size in sizes:
+        batches, found = batches + 1, found + size
         if found >= samples:
             break
-    return data.head(batches)
+    return batches

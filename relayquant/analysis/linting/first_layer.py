@@ -6,7 +6,6 @@ Each check states its threshold and the source of the threshold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +16,7 @@ from relayquant.analysis.linting.finding import Finding, Severity
 from relayquant.analysis.linting.input_summary import InputSummary, is_between
 from relayquant.analysis.linting.normalization import PixelForm, find_form, list_forms
 from relayquant.base.axes import shape_along
+from relayquant.data import count_first
 from relayquant.ir.reference import run as run_reference
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
@@ -219,7 +219,7 @@ def find_better_form(
         return None
     forms = list_forms(found.lows.size)
     given = find_form(found.lows, found.highs, forms)
-    batches = take_first(batches, FORM_SAMPLES)
+    batches = batches[: count_first(map(len, batches), FORM_SAMPLES)]
     as_is = measure_moments(name, layer, batches)
     if len(as_is.means) < ORDER_SAMPLES:
         return None
@@ -242,16 +242,6 @@ def find_better_form(
     if misfit - least < max(FORM_DIFFERENCE, ORDER_ERRORS * float(np.std(differences))):
         return None
     return given, best, misfit, least
-
-
-def take_first(batches: Sequence[np.ndarray], samples: int) -> list[np.ndarray]:
-    """Return the first batches with at least `samples` samples."""
-    found: list[np.ndarray] = []
-    for array in batches:
-        if sum(map(len, found)) >= samples:
-            break
-        found.append(array)
-    return found
 
 
 def measure_misfit(moments: Moments, norm: NormStatistics) -> float:

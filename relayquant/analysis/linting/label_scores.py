@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import tvm
 from relayquant.analysis.linting.finding import Finding, Severity
 from relayquant.analysis.linting.normalization import RAW, PixelForm, find_form, list_forms
 from relayquant.codegen.eager import EagerModule
-from relayquant.data import Batch, Dataset, InputInfo, count_samples, open_dataset
+from relayquant.data import Batch, Dataset, InputInfo, count_first, count_samples, open_dataset
 from relayquant.data.images import PRESETS
 from relayquant.data.item import describe_inputs
 from relayquant.errors import DataError, format_count
@@ -161,7 +161,7 @@ def check_forms(
         answers = np.concatenate([answer(picture.convert(batch, form)) for batch in batches])
         return answers == labels[: len(answers)]
 
-    few = list(take_batches(batches, FIRST_SAMPLES))
+    few = batches[: count_first(map(count_samples, batches), FIRST_SAMPLES)]
     first = {form.text: find_right(form, few) for form in picture.forms}
     ranked = sorted(picture.forms, key=lambda form: -first[form.text].sum())
     score = replace(score, what=f"{score.what} {describe_scores(first)}")
@@ -228,16 +228,6 @@ def find_better_score(
 def is_whole(value: float) -> bool:
     """Whether a number is an integer, up to rounding."""
     return abs(value - round(value)) < 1e-3
-
-
-def take_batches(batches: Sequence[Batch], samples: int) -> Iterator[Batch]:
-    """Return the first batches with at least `samples` samples."""
-    passed = 0
-    for batch in batches:
-        if passed >= samples:
-            return
-        passed += count_samples(batch)
-        yield batch
 
 
 def find_answers(model: EagerModule, names: Sequence[str], batch: Batch) -> np.ndarray:
