@@ -110,13 +110,13 @@ def mark_safe(text: str) -> Any:
 # --- Numbers ------------------------------------------------------------------------------------
 
 
-def show_number(value: float | None, digits: int = 1) -> str:
+def show_number(value: float | None) -> str:
     """Format a number for people: "" for None, and infinity as a word."""
     if value is None or math.isnan(value):
         return ""
     if math.isinf(value):
         return "exact" if value > 0 else "lost"
-    return f"{value:.{digits}f}"
+    return f"{value:.1f}"
 
 
 def show_share(value: float | None, digits: int = 1) -> str:

@@ -189,9 +189,9 @@ def constant(dtype: str, value: float, lanes: int) -> Expr:
     return broadcast(scalar, lanes)
 
 
-def constant_lane(dtype: str, value: int) -> Expr:
-    """Make a scalar that layers may differ in: one lane of a vector; see `shared_kernels`."""
-    return T.Shuffle([constant(dtype, value, 2)], [T.int32(0)])
+def constant_lane(value: int) -> Expr:
+    """Make an int32 that layers may differ in: one lane of a vector; see `shared_kernels`."""
+    return T.Shuffle([constant("int32", value, 2)], [T.int32(0)])
 
 
 def flip_sign_bit(value: Expr, source: str, dtype: str, lanes: int) -> Expr:

@@ -278,7 +278,7 @@ def emit_row_term(spec: BatchMatmul, data: Buffer, w_zero_point: int, threads: b
     x is in the form that the dot product reads.
     """
     term = alloc_workspace(spec.batch * spec.rows, "int32")
-    factor = constant_lane("int32", -w_zero_point)
+    factor = constant_lane(-w_zero_point)
     with loop_over((spec.batch * spec.rows,), threads) as (row,):
         total = emit_sum(data, row * spec.inner, spec.inner)
         T.buffer_store(term, total * factor, [row])

@@ -109,9 +109,7 @@ def is_same(left: LinearTerm, right: LinearTerm) -> bool:
     return left.rows.width == right.rows.width and np.array_equal(left.matrix, right.matrix)
 
 
-def find_chain(
-    editor: Editor, reader: CellReader, kind: CellKind, steps: list[CellStep]
-) -> CellChain | Skip:
+def find_chain(editor: Editor, kind: CellKind, steps: list[CellStep]) -> CellChain | Skip:
     """Check that steps are alike."""
     last = steps[-1]
     if set(last.gates) != set(kind.gates) or set(last.state) != set(kind.gates):

@@ -36,7 +36,7 @@ def join_cells(editor: Editor) -> None:
             steps = gather_steps(reader, number, step)
             if len(steps) < 2:
                 continue
-            chain = find_chain(editor, reader, kind, steps)
+            chain = find_chain(editor, kind, steps)
             if isinstance(chain, Skip):
                 log_skip("join_cells", editor.names[var], chain)
             else:

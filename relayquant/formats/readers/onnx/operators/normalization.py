@@ -63,7 +63,7 @@ def convert_skip_layer_normalization(
         total = bb.emit(relax.op.add(total, bias))
     epsilon = float(attrs.get("epsilon", 1e-12))
     if attrs["tvm_custom"]["num_outputs"] == 1:
-        return _emit_layer_norm(bb, total, scale, shift, epsilon)
+        return _make_layer_norm(total, scale, shift, epsilon)
     form = {"epsilon": epsilon, "axis": -1, "tvm_custom": {"num_outputs": 3}}
     full = convert_layer_normalization(bb, [total, scale, shift], form, opset)
     return relax.Tuple([*full.fields, total])
@@ -86,7 +86,7 @@ def convert_embed_layer_normalization(
     total = bb.emit(relax.op.add(total, bb.emit(relax.op.take(positions, places, axis=0))))
     if segments is not None:
         total = bb.emit(relax.op.add(total, bb.emit(relax.op.take(kinds, segments, axis=0))))
-    value = _emit_layer_norm(bb, total, scale, shift, float(attrs.get("epsilon", 1e-12)))
+    value = _make_layer_norm(total, scale, shift, float(attrs.get("epsilon", 1e-12)))
     if mask is None:
         counts = relax.op.full((batch,), relax.const(0, "int32"), "int32")
     else:
@@ -94,14 +94,10 @@ def convert_embed_layer_normalization(
     return relax.Tuple([bb.emit(value), bb.emit(counts), total])
 
 
-def _emit_layer_norm(
-    bb: Builder,
-    data: relax.Expr,
-    scale: relax.Expr,
-    shift: relax.Expr | None,
-    epsilon: float,
+def _make_layer_norm(
+    data: relax.Expr, scale: relax.Expr, shift: relax.Expr | None, epsilon: float
 ) -> relax.Expr:
-    """Emit R.nn.layer_norm over the last axis, also without a shift."""
+    """Make R.nn.layer_norm over the last axis, also without a shift."""
     if shift is None:
         (size,) = known_shape(scale, "scale")
         shift = relax.const(np.zeros(int(size)), tensor_dtype(scale))
