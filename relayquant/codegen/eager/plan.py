@@ -12,10 +12,6 @@ from tvm.ir import Call, GenericConst
 
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.base.runtime import align_array, view_constant
-from relayquant.codegen.eager.affine import AFFINE, AffineStep, read_affine
-from relayquant.codegen.eager.call import CallStep
-from relayquant.codegen.eager.chains import LINKS, find_chain, make_chain
-from relayquant.codegen.eager.exact_parts import split_weight
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import (
     ConstantOperand,
@@ -24,7 +20,11 @@ from relayquant.codegen.eager.operand import (
     is_operand,
     make_operand,
 )
-from relayquant.codegen.eager.product import (
+from relayquant.codegen.eager.steps.affine import AFFINE, AffineStep, read_affine
+from relayquant.codegen.eager.steps.call import CallStep
+from relayquant.codegen.eager.steps.chains import LINKS, find_chain, make_chain
+from relayquant.codegen.eager.steps.exact_parts import split_weight
+from relayquant.codegen.eager.steps.product import (
     CONVOLUTIONS,
     INTEGER_CONVOLUTIONS,
     Convolution,
@@ -32,9 +32,9 @@ from relayquant.codegen.eager.product import (
     Matmul,
     ProductStep,
 )
-from relayquant.codegen.eager.recurrent import RecurrentStep
-from relayquant.codegen.eager.rounding import ROUND, RoundingStep
-from relayquant.codegen.eager.rows import (
+from relayquant.codegen.eager.steps.recurrent import RecurrentStep
+from relayquant.codegen.eager.steps.rounding import ROUND, RoundingStep
+from relayquant.codegen.eager.steps.rows import (
     EACH,
     LEAKY_RELU,
     Prelu,

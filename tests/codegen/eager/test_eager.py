@@ -21,8 +21,8 @@ from relayquant.codegen.eager import EagerModule, kernel_cache
 from relayquant.codegen.eager.kernel_cache import KernelCache, host_kernels
 from relayquant.codegen.eager.operand import FEW_ELEMENTS, LastMade, Variable, is_unchanged
 from relayquant.codegen.eager.plan import Planner
-from relayquant.codegen.eager.product import IntegerProductStep, ProductStep
-from relayquant.codegen.eager.rounding import RoundingStep
+from relayquant.codegen.eager.steps.product import IntegerProductStep, ProductStep
+from relayquant.codegen.eager.steps.rounding import RoundingStep
 from relayquant.ir.dialect import qnn as ir
 from relayquant.ir.reference import qnn, run, single_call
 from relayquant.ir.reference.frame import Frame
@@ -365,7 +365,7 @@ def test_weight__that_is_frozen_is_neither_compared_nor_copied():
 @pytest.mark.parametrize("n", [1, 2])
 def test_large_images__run_on_a_kernel_for_their_shape(monkeypatch, n):
     """With every operand of the epilogue; other kernels, strides and few multiply-adds do not."""
-    monkeypatch.setattr("relayquant.codegen.eager.product.SHAPED_MACS", 12 * 18 * 32 * 32 * 9)
+    monkeypatch.setattr("relayquant.codegen.eager.steps.product.SHAPED_MACS", 12 * 18 * 32 * 32 * 9)
 
     def body(emit, x):
         y = emit("sum", op.add(emit.conv_bias("a", x, 32), x))
@@ -385,7 +385,7 @@ def test_large_images__run_on_a_kernel_for_their_shape(monkeypatch, n):
 
 def test_large_images__of_many_in_a_batch_have_the_bits_of_each_alone(monkeypatch):
     """Their number does not choose the kernel, nor is one compiled for each number."""
-    monkeypatch.setattr("relayquant.codegen.eager.product.SHAPED_MACS", 13 * 18 * 32 * 64 * 9)
+    monkeypatch.setattr("relayquant.codegen.eager.steps.product.SHAPED_MACS", 13 * 18 * 32 * 64 * 9)
     for height, is_winograd in ((12, False), (13, True)):
         conv = relax.const(RNG.standard_normal((64, 32, 3, 3), "float32"))
         mod = build_model(
@@ -403,7 +403,9 @@ def test_large_images__of_many_in_a_batch_have_the_bits_of_each_alone(monkeypatc
 
 @pytest.mark.parametrize(("images", "is_winograd"), [(3, False), (4, True)])
 def test_large_images__the_slices_of_a_volume_count_together(monkeypatch, images, is_winograd):
-    monkeypatch.setattr("relayquant.codegen.eager.product.SHAPED_MACS", 4 * 13 * 18 * 32 * 64 * 9)
+    monkeypatch.setattr(
+        "relayquant.codegen.eager.steps.product.SHAPED_MACS", 4 * 13 * 18 * 32 * 64 * 9
+    )
     mod = conv2d_model((images, 32, 13, 18), (64, 32, 3, 3), padding=1)
     module, (x,) = EagerModule(mod), draw(mod, images)
     (step,) = steps_of(module, ProductStep)
@@ -416,14 +418,14 @@ def test_large_images__the_slices_of_a_volume_count_together(monkeypatch, images
 def test_large_images__of_a_size_that_the_model_does_not_say_need_no_kernel_each(
     monkeypatch, sizes
 ):
-    monkeypatch.setattr("relayquant.codegen.eager.product.SHAPED_MACS", 0)
+    monkeypatch.setattr("relayquant.codegen.eager.steps.product.SHAPED_MACS", 0)
     mod = conv2d_model((1, 32, *sizes), (64, 32, 3, 3), padding=1)
     (step,) = steps_of(EagerModule(mod), ProductStep)
     assert not step.product.is_winograd
 
 
 def test_large_images__of_integers_stay_exact(monkeypatch):
-    monkeypatch.setattr("relayquant.codegen.eager.product.SHAPED_MACS", 0)
+    monkeypatch.setattr("relayquant.codegen.eager.steps.product.SHAPED_MACS", 0)
     rng = np.random.default_rng(0)
     x, weight = (
         rng.integers(-128, 128, s).astype("int8") for s in ((1, 32, 20, 18), (32, 32, 3, 3))

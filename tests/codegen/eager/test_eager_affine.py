@@ -13,9 +13,9 @@ from tvm import relax, tirx
 from tvm.relax import op
 
 from relayquant.codegen.eager import EagerModule
-from relayquant.codegen.eager.affine import AffineRows, AffineStep, make_affine
-from relayquant.codegen.eager.call import CallStep
 from relayquant.codegen.eager.kernel_cache import host_kernels
+from relayquant.codegen.eager.steps.affine import AffineRows, AffineStep, make_affine
+from relayquant.codegen.eager.steps.call import CallStep
 from relayquant.ir.dialect import qnn
 from relayquant.ir.reference import run
 

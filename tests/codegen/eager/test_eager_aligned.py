@@ -58,7 +58,7 @@ def check_place(have: np.ndarray, data: np.ndarray) -> None:
 @pytest.mark.parametrize("widths", [(0, 0, 3, 1, 0, 0, 2, 0), (1, 1, 0, 0, 0, 0, 0, 0), (0,) * 8])
 @pytest.mark.parametrize("mode", ["constant", "reflect"])
 def test_pad__is_numpys_in_the_memory_order_of_the_data(monkeypatch, order, widths, mode):
-    monkeypatch.setattr("relayquant.codegen.eager.aligned.FEWEST_BYTES", 0)
+    monkeypatch.setattr("relayquant.codegen.eager.steps.aligned.FEWEST_BYTES", 0)
     x = RNG.standard_normal([(3, 5, 6, 7)[i] for i in np.argsort(order)], "float32")
     x, value = x.transpose(order), {"constant_values": -1.5} if mode == "constant" else {}
     mod = build_model(lambda e, x: e("y", op.nn.pad(x, list(widths), mode, -1.5)), x.shape)
@@ -74,7 +74,7 @@ def test_pad__is_numpys_in_the_memory_order_of_the_data(monkeypatch, order, widt
 def test_arithmetic__is_numpys_in_the_memory_order_of_the_larger(
     monkeypatch, name, other, is_first
 ):
-    monkeypatch.setattr("relayquant.codegen.eager.aligned.FEWEST_BYTES", 0)
+    monkeypatch.setattr("relayquant.codegen.eager.steps.aligned.FEWEST_BYTES", 0)
     x = RNG.standard_normal((3, 6, 7, 5), "float32").transpose(0, 3, 1, 2)
     y = RNG.standard_normal(other, "float32")
     x[0, 0, 0, :4] = np.nan, np.inf, -np.inf, -0.0
@@ -93,7 +93,7 @@ def test_arithmetic__is_numpys_in_the_memory_order_of_the_larger(
 
 
 def test_arithmetic__results_larger_than_both_operands_and_integers(monkeypatch):
-    monkeypatch.setattr("relayquant.codegen.eager.aligned.FEWEST_BYTES", 0)
+    monkeypatch.setattr("relayquant.codegen.eager.steps.aligned.FEWEST_BYTES", 0)
     for dtype in ("float32", "int32"):
         x, y = (RNG.integers(-9, 9, shape).astype(dtype) for shape in ((5, 1), (7,)))
         mod = build_model(lambda e, x, y: e("z", op.add(x, y)), x.shape, y.shape, dtype=dtype)

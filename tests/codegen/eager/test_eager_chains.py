@@ -10,8 +10,8 @@ from tvm import relax
 from tvm.relax import op
 
 from relayquant.codegen.eager import EagerModule
-from relayquant.codegen.eager.call import CallStep
-from relayquant.codegen.eager.rows import RowStep
+from relayquant.codegen.eager.steps.call import CallStep
+from relayquant.codegen.eager.steps.rows import RowStep
 
 
 def number(value: float) -> relax.Constant:

@@ -9,7 +9,7 @@ from tvm import relax, tirx
 
 import relayquant as rq
 from relayquant.codegen.eager import EagerModule
-from relayquant.codegen.eager.recurrent import RecurrentStep
+from relayquant.codegen.eager.steps.recurrent import RecurrentStep
 from relayquant.ir.dialect import qnn
 
 UNITS = 5

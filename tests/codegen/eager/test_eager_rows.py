@@ -11,8 +11,8 @@ from tvm import relax
 from tvm.relax import op
 
 from relayquant.codegen.eager import EagerModule
-from relayquant.codegen.eager.call import CallStep
-from relayquant.codegen.eager.rows import RowStep
+from relayquant.codegen.eager.steps.call import CallStep
+from relayquant.codegen.eager.steps.rows import RowStep
 from relayquant.errors import ModelError
 from relayquant.ir.dialect import qnn
 from relayquant.ir.reference import run

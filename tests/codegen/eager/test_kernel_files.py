@@ -9,7 +9,7 @@ import pytest
 from relayquant.codegen.eager import kernel_cache, kernel_files
 from relayquant.codegen.eager.kernel_cache import KernelCache, host_kernels
 from relayquant.codegen.eager.kernel_files import KernelFiles
-from relayquant.codegen.eager.rounding import ROUND
+from relayquant.codegen.eager.steps.rounding import ROUND
 
 
 @pytest.fixture

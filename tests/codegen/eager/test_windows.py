@@ -9,9 +9,10 @@ from float_models import build_model
 from tvm import relax
 from tvm.relax import op
 
-from relayquant.codegen.eager import EagerModule, kernel_cache, product, windows
-from relayquant.codegen.eager.exact_parts import split_weight
+from relayquant.codegen.eager import EagerModule, kernel_cache
 from relayquant.codegen.eager.kernel_cache import KernelCache, host_kernels
+from relayquant.codegen.eager.steps import product, windows
+from relayquant.codegen.eager.steps.exact_parts import split_weight
 from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d
 from relayquant.codegen.kernels.floating.gathered import GatheredProduct
 from relayquant.codegen.kernels.floating.planar import make_planar

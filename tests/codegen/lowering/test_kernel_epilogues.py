@@ -11,7 +11,7 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.codegen.eager import EagerModule
-from relayquant.codegen.eager.product import ProductStep
+from relayquant.codegen.eager.steps.product import ProductStep
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.lowering.engine import BlockView, KernelTable

@@ -15,7 +15,7 @@ from tvm import relax
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
-from relayquant.codegen.eager.rows import emit_sigmoid, make_each
+from relayquant.codegen.eager.steps.rows import emit_sigmoid, make_each
 from relayquant.codegen.kernels.emit import broadcast
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
 from relayquant.codegen.kernels.isa.base import fence

@@ -16,7 +16,7 @@ from tvm.tirx import PrimFunc
 from relayquant.base.runtime import align_array, empty_aligned, view_aligned
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import LastMade, Operand
-from relayquant.codegen.eager.windows import find_planes, find_windows, lay_planes, pad_images
+from relayquant.codegen.eager.steps.windows import find_planes, find_windows, lay_planes, pad_images
 from relayquant.codegen.kernels.floating.convolution.plan import FloatConv2d, count_macs
 from relayquant.codegen.kernels.floating.convolution.winograd import (
     make_winograd,

@@ -12,7 +12,6 @@ from tvm import relax, tirx
 from tvm.ir import Call, GenericConst, Op, PrimType
 
 from relayquant.base.runtime import view_constant
-from relayquant.codegen.eager.aligned import ALIGNED
 from relayquant.codegen.eager.operand import (
     ConstantOperand,
     Operand,
@@ -20,6 +19,7 @@ from relayquant.codegen.eager.operand import (
     Variable,
     find_static_type,
 )
+from relayquant.codegen.eager.steps.aligned import ALIGNED
 from relayquant.errors import RelayQuantError
 from relayquant.ir.reference import qnn
 from relayquant.ir.reference.frame import Frame

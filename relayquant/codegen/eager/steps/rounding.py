@@ -20,7 +20,7 @@ from tvm.tirx import PrimFunc
 from relayquant.base.runtime import empty_aligned, view_aligned
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import LastMade, Operand, Variable
-from relayquant.codegen.eager.rows import EachValue, make_each, run_rows
+from relayquant.codegen.eager.steps.rows import EachValue, make_each, run_rows
 from relayquant.codegen.kernels.emit import broadcast
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
 from relayquant.ir.reference.affine import SIMULATED_RANGES
