@@ -60,7 +60,7 @@ NAMES_UNARY: dict[str, str] = {
     "relayquant.config.onnx_names": "operators of another format by their names there",
     "relayquant.formats.readers.torch.program": "those that give values without rounding them",
     "relayquant.ir.ops.planned_walk": "those of all operators whose results are rounded once",
-    "relayquant.stages.preparation.pooling": "operators whose results are not negative",
+    "relayquant.stages.preparation.rules.pooling": "operators whose results are not negative",
 }
 
 #: Module that names several operators of the dialect -> why that does not derive from their rows.

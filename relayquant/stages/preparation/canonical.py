@@ -26,23 +26,29 @@ from relayquant.ir.rewrite.function import SOURCES_ATTR
 from relayquant.ir.rewrite.index_limits import LIMITS_ATTR, find_index_limits
 from relayquant.ir.rewrite.moves import MOVES
 from relayquant.ir.rewrite.rule import make_rule
-from relayquant.stages.preparation.branches import join_branches
 from relayquant.stages.preparation.cells.join import join_cells
-from relayquant.stages.preparation.channel_folding import (
+from relayquant.stages.preparation.engine import ALIAS, PROJECTION, CanonicalRule, apply_phase
+from relayquant.stages.preparation.finite import check_constants
+from relayquant.stages.preparation.rules.branches import join_branches
+from relayquant.stages.preparation.rules.channel_folding import (
     ARITHMETIC,
     fold_behind_concat,
     fold_channel_affine,
 )
-from relayquant.stages.preparation.clamp import (
+from relayquant.stages.preparation.rules.clamp import (
     CLAMPS,
     canonicalize_clamp,
     clamp_inside_concat,
     prelu_to_leaky_relu,
     where_to_prelu,
 )
-from relayquant.stages.preparation.constants import fold_constants, fold_shapes, merge_constant_adds
-from relayquant.stages.preparation.data_movement import bound_indices, stack_to_concat
-from relayquant.stages.preparation.dense import (
+from relayquant.stages.preparation.rules.constants import (
+    fold_constants,
+    fold_shapes,
+    merge_constant_adds,
+)
+from relayquant.stages.preparation.rules.data_movement import bound_indices, stack_to_concat
+from relayquant.stages.preparation.rules.dense import (
     merge_reshapes,
     move_bias_inside,
     put_weight_second,
@@ -52,8 +58,7 @@ from relayquant.stages.preparation.dense import (
     unflatten_dense,
     vectors_to_matrices,
 )
-from relayquant.stages.preparation.finite import check_constants
-from relayquant.stages.preparation.identity import (
+from relayquant.stages.preparation.rules.identity import (
     NEUTRAL,
     REPEATED,
     SAME_SHAPE,
@@ -68,8 +73,12 @@ from relayquant.stages.preparation.identity import (
     remove_single_concat,
     split_to_slice,
 )
-from relayquant.stages.preparation.norms import NORMS, canonicalize_batch_norm, fill_norm_factors
-from relayquant.stages.preparation.pooling import (
+from relayquant.stages.preparation.rules.norms import (
+    NORMS,
+    canonicalize_batch_norm,
+    fill_norm_factors,
+)
+from relayquant.stages.preparation.rules.pooling import (
     FLATTENS,
     WHOLE_MAP,
     WINDOWS,
@@ -78,14 +87,13 @@ from relayquant.stages.preparation.pooling import (
     pool_to_mean,
     widen_average,
 )
-from relayquant.stages.preparation.quantized import (
+from relayquant.stages.preparation.rules.quantized import (
     center_weight,
     move_inside_dequantize,
     name_dialect,
 )
-from relayquant.stages.preparation.raise_tir import recover_call_tir
-from relayquant.stages.preparation.rule import ALIAS, PROJECTION, CanonicalRule, apply_phase
-from relayquant.stages.preparation.volumes import (
+from relayquant.stages.preparation.rules.raise_tir import recover_call_tir
+from relayquant.stages.preparation.rules.volumes import (
     AVG_POOL3D,
     CONV3D,
     MAX_POOL3D,

@@ -16,7 +16,8 @@ from tvm.script import tirx as T
 
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite.function import make_main
-from relayquant.stages.preparation import PHASES, prepare_module
+from relayquant.stages.preparation import prepare_module
+from relayquant.stages.preparation.canonical import PHASES
 
 RNG = np.random.default_rng(5)
 

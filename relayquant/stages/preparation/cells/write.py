@@ -21,7 +21,7 @@ from relayquant.stages.preparation.cells.linear import (
     known_shape,
     whole,
 )
-from relayquant.stages.preparation.tensors import make_const
+from relayquant.stages.preparation.rules.tensors import make_const
 
 
 class ChainWriter:

@@ -14,8 +14,8 @@ from relayquant.ir.rewrite.editor import Clamp, Editor
 from relayquant.ir.rewrite.expressions import same_type
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.ir.rewrite.rule import Skip, decline
-from relayquant.stages.preparation.channel_folding import read_joined
-from relayquant.stages.preparation.tensors import (
+from relayquant.stages.preparation.rules.channel_folding import read_joined
+from relayquant.stages.preparation.rules.tensors import (
     channel_values,
     is_float,
     make_const,

@@ -9,7 +9,7 @@ from relayquant.errors import ModelError, format_count
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
 from relayquant.ir.rewrite.rule import Skip, decline
-from relayquant.stages.preparation.tensors import make_const
+from relayquant.stages.preparation.rules.tensors import make_const
 
 
 def bound_indices(editor: Editor, var: relax.Var) -> relax.Expr | Skip:

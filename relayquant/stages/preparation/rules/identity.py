@@ -14,8 +14,8 @@ from relayquant.ir.rewrite.expressions import same_type
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
 from relayquant.ir.rewrite.moves import RESHAPES, list_permutation
 from relayquant.ir.rewrite.rule import Skip, decline
-from relayquant.stages.preparation.dense import LINEAR
-from relayquant.stages.preparation.tensors import is_constant
+from relayquant.stages.preparation.rules.dense import LINEAR
+from relayquant.stages.preparation.rules.tensors import is_constant
 
 #: Operators that only move or repeat elements in order: if the type does not change, the values do
 #: not either.

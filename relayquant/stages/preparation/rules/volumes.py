@@ -25,7 +25,7 @@ from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.moves import list_permutation
 from relayquant.ir.rewrite.rule import Skip, decline
-from relayquant.stages.preparation.tensors import channel_values, make_const
+from relayquant.stages.preparation.rules.tensors import channel_values, make_const
 
 CONV3D, TRANSPOSED = "relax.nn.conv3d", "relax.nn.conv3d_transpose"
 AVG_POOL3D, MAX_POOL3D = "relax.nn.avg_pool3d", "relax.nn.max_pool3d"

@@ -13,7 +13,7 @@ from relayquant.ir.rewrite.attributes import find_constructor, read_attributes
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import Skip, decline
-from relayquant.stages.preparation.tensors import is_float, make_const
+from relayquant.stages.preparation.rules.tensors import is_float, make_const
 
 #: norms whose attributes can leave out the factor and the shift
 NORMS = ("relax.nn.layer_norm", "relax.nn.instance_norm", "relax.nn.group_norm")

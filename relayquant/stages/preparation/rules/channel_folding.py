@@ -17,8 +17,8 @@ from relayquant.base.axes import shape_along
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import Skip, decline
-from relayquant.stages.preparation.norms import find_batch_norm, fits, read_batch_norm
-from relayquant.stages.preparation.tensors import (
+from relayquant.stages.preparation.rules.norms import find_batch_norm, fits, read_batch_norm
+from relayquant.stages.preparation.rules.tensors import (
     FLOATS,
     channel_values,
     make_const,

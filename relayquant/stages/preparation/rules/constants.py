@@ -9,7 +9,7 @@ from relayquant.ir.reference.folding import fold_call
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import constant_value, static_size
 from relayquant.ir.rewrite.rule import Skip, decline
-from relayquant.stages.preparation.tensors import make_const
+from relayquant.stages.preparation.rules.tensors import make_const
 
 #: prefixes of operators that are never folded: a quantized weight must stay quantized
 KEPT = ("relax.qnn.", "relax.quantize", "relax.dequantize", "relax.call_")

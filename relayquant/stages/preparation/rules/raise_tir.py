@@ -16,7 +16,7 @@ from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.function import make_main
 from relayquant.ir.rewrite.graph import tensor_dtype
 from relayquant.ir.rewrite.rule import Skip, decline
-from relayquant.stages.preparation.tensors import make_const
+from relayquant.stages.preparation.rules.tensors import make_const
 
 #: emits the loops of an operator for given operands, as a frontend would
 Lower = Callable[[relax.BlockBuilder, list[relax.Var]], Any]

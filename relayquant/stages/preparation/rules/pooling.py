@@ -12,7 +12,7 @@ from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import Skip, decline
-from relayquant.stages.preparation.tensors import spatial_axes
+from relayquant.stages.preparation.rules.tensors import spatial_axes
 
 _CONVS: dict[str, Any] = {
     "relax.nn.conv1d": relax.op.nn.conv1d,

@@ -17,8 +17,8 @@ from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.moves import list_permutation
 from relayquant.ir.rewrite.rule import Skip, decline
-from relayquant.stages.preparation.dense import LINEAR
-from relayquant.stages.preparation.tensors import make_const
+from relayquant.stages.preparation.rules.dense import LINEAR
+from relayquant.stages.preparation.rules.tensors import make_const
 
 
 def move_inside_dequantize(editor: Editor, var: relax.Var) -> relax.Expr | Skip:

@@ -12,7 +12,7 @@ from relayquant.ir.rewrite.expressions import same_extents, shape_of
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
 from relayquant.ir.rewrite.moves import find_repeated_matrix, list_permutation
 from relayquant.ir.rewrite.rule import Skip, decline
-from relayquant.stages.preparation.tensors import is_constant, make_const
+from relayquant.stages.preparation.rules.tensors import is_constant, make_const
 
 MATMUL = "relax.matmul"
 

@@ -17,7 +17,7 @@ from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import Skip, decline
-from relayquant.stages.preparation.channel_folding import (
+from relayquant.stages.preparation.rules.channel_folding import (
     CONVS,
     Product,
     channel_operand,
@@ -26,8 +26,8 @@ from relayquant.stages.preparation.channel_folding import (
     read_affine,
     read_chain,
 )
-from relayquant.stages.preparation.norms import fits
-from relayquant.stages.preparation.tensors import make_const
+from relayquant.stages.preparation.rules.norms import fits
+from relayquant.stages.preparation.rules.tensors import make_const
 
 #: largest square of a weight over the mean of all of its channel. A value that is passed on beside
 #: many small weights would leave them few of 8 bits: 64 leave 35 dB.

@@ -1,0 +1,1 @@
+"""Rules of the canonical form, by family; `canonical` lists them in the order of their turn."""
