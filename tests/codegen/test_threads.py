@@ -373,12 +373,28 @@ assert (visits.numpy() == 20).all()
 """
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_pool__excludes_processors_of_others(tmp_path):
-    source, machine = tmp_path / "machine.c", tmp_path / "machine.so"
+@pytest.fixture
+def machine(tmp_path):
+    """A library with the machine, to be loaded first."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    source, library = tmp_path / "machine.c", tmp_path / "machine.so"
     source.write_text(MACHINE)
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-pthread", source, "-o", machine], check=True)
-    printed = run_apart(ON_MACHINE, tmp_path, 6, LD_PRELOAD=str(machine))
+    command = ["cc", "-shared", "-fPIC", "-O1", "-pthread", source, "-o", library]
+    subprocess.run(command, check=True)
+    return str(library)
+
+
+@pytest.mark.parametrize("value", ["0", "no"])
+def test_pool__may_be_told_to_leave_threads_alone(machine, tmp_path, value):
+    """Where a filter ends a process that asks, it does not ask."""
+    environment = {"LD_PRELOAD": machine, "TVM_BIND_THREADS": value}
+    assert run_apart(ON_MACHINE, tmp_path, 6, **environment) == ""
+
+
+def test_pool__excludes_processors_of_others(machine, tmp_path):
+    environment = {"LD_PRELOAD": machine, "TVM_BIND_THREADS": "1"}
+    printed = run_apart(ON_MACHINE, tmp_path, 6, **environment)
     cpus, whole = [0, 3, 3, 0, 5, 6], 0xFF
     used, changes = 0, []
     for line in printed.splitlines():

@@ -30,13 +30,16 @@
 ; processors, and to Linux they look busy. So caller and worker would share a processor beside an idle
 ; one. Before it wakes workers, the caller excludes its own processor and each other's from their sets
 ; (@pool_spread). A worker that is awake takes its whole set back. A caller that sleeps stays on its
-; processor (@pool_stay), because the worker that wakes it is on another.
+; processor (@pool_stay), because the worker that wakes it is on another. TVM_BIND_THREADS=0 turns this
+; off, as it keeps TVM's own threads free: where a filter of system calls ends the process for it.
 
 %environment = type {{ ptr, i32 }}
 
 @lock = internal global i32 0, align 64           ; 1: a caller has the pool
 @threads = internal global i32 0                  ; caller and workers; 0: not started
 @process = internal global i32 0                  ; process that started the workers
+@binds = internal global i32 1                    ; 0: all threads keep their sets of processors
+@bind_variable = internal constant [17 x i8] c"TVM_BIND_THREADS\00"
 @launch = internal global i64 0                   ; number of the last launch
 @function = internal global ptr null              ; of the launch: int (int part, environment*, data*)
 @data = internal global ptr null
@@ -145,9 +148,17 @@ entry:
   store i32 %process, ptr @process
   call i32 @sem_init(ptr @wake, i32 0, i32 0)
   call i32 @sem_init(ptr @finished, i32 0, i32 0)
+  %text = call ptr @getenv(ptr @bind_variable)
+  %unset = icmp eq ptr %text, null
+  br i1 %unset, label %next, label %read
+read:                                             ; as TVM does
+  %number = call i32 @atoi(ptr %text)
+  %binds = icmp eq i32 %number, 1
+  %flag = zext i1 %binds to i32
+  store i32 %flag, ptr @binds
   br label %next
 next:
-  %worker = phi i32 [ 1, %entry ], [ %following, %start ]
+  %worker = phi i32 [ 1, %entry ], [ 1, %read ], [ %following, %start ]
   %more = icmp slt i32 %worker, %threads
   br i1 %more, label %start, label %end
 start:
@@ -246,6 +257,10 @@ end:
 define i32 @pool_stay() {{
 entry:
   %only = alloca [{cpu_words} x i64]
+  %binds = load i32, ptr @binds
+  %may = icmp ne i32 %binds, 0
+  br i1 %may, label %look, label %no
+look:
   store [{cpu_words} x i64] zeroinitializer, ptr %only
   %cpu = call i32 @sched_getcpu()
   %at = sext i32 %cpu to i64
@@ -284,6 +299,10 @@ define void @pool_spread() {{
 entry:
   %used = alloca [{cpu_words} x i64]              ; cpu_set_t
   %others = alloca [{cpu_words} x i64]
+  %binds = load i32, ptr @binds
+  %may = icmp ne i32 %binds, 0
+  br i1 %may, label %begin, label %end
+begin:
   store [{cpu_words} x i64] zeroinitializer, ptr %used
   %own = call i32 @sched_getcpu()
   %own_place = sext i32 %own to i64
@@ -291,9 +310,9 @@ entry:
   %most = call i32 @llvm.umin.i32(i32 %threads, i32 {most_spread})
   br label %see
 see:                                              ; the worker and where it sleeps, or where the caller runs
-  %worker = phi i32 [ 0, %entry ], [ %next, %more ]
-  %cpu = phi i64 [ %own_place, %entry ], [ %sleeps_on, %more ]
-  %before_claim = phi i64 [ 0, %entry ], [ %stored, %more ]
+  %worker = phi i32 [ 0, %begin ], [ %next, %more ]
+  %cpu = phi i64 [ %own_place, %begin ], [ %sleeps_on, %more ]
+  %before_claim = phi i64 [ 0, %begin ], [ %stored, %more ]
   %index = zext i32 %worker to i64
   %known = icmp ult i64 %cpu, {most_cpus}         ; not -1
   br i1 %known, label %look, label %skip
