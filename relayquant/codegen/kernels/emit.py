@@ -265,6 +265,16 @@ def emit_shared_loop(extent: Expr, is_worth: Expr | bool, emit: Callable[[Expr],
             emit(index)
 
 
+def emit_parts(total: int, size: int, emit: Callable[[Expr, int], None]) -> None:
+    """Call emit(number, length) for the parts of `total`: those of `size`, then a shorter last."""
+    whole, rest = divmod(total, size)
+    if whole:
+        with T.serial(whole) as number:
+            emit(number, size)
+    if rest:
+        emit(T.int64(whole), rest)
+
+
 def emit_vector_loop(
     size: int, lanes: int, body: Callable[[Expr, int], None], threads: bool = False
 ) -> None:

@@ -42,6 +42,7 @@ from relayquant.codegen.kernels.emit import (
     build_kernel,
     ceil_div,
     constant,
+    emit_parts,
     emit_prefetch,
     emit_sum,
     emit_vector_loop,
@@ -203,7 +204,6 @@ def emit_preparation(
     sums = alloc_workspace(rows * groups, "float32") if spec.has_offsets else None
     copy = alloc_workspace(rows * width, data.dtype)
     wide = alloc_workspace(rows * width, "int16") if isinstance(plan.dot, PairsDot) else None
-    last = spec.features - (groups - 1) * size
 
     with T.serial(count) as row:
         source = arguments.find_source(first + row)
@@ -228,12 +228,7 @@ def emit_preparation(
                         real = real * arguments.group_scale[source * groups + group]
                     T.buffer_store(sums, real, [row * groups + group])
 
-        full = groups if last == size else groups - 1
-        if full:
-            with T.serial(full) as group:
-                prepare_group(group, size)
-        if last != size:
-            prepare_group(T.int64(groups - 1), last)
+        emit_parts(spec.features, size, prepare_group)
         if wide is not None:
             with T.serial(groups * stride // WORD) as word:
                 at = row * width + word * WORD
@@ -448,7 +443,6 @@ def build_grouped_take(spec: GroupedTake, isa: Isa) -> PrimFunc:
         out = T.arg("y", T.Buffer((*extents, dense.features), "float32"))
         numbers = T.decl_buffer((rows,), indices.dtype, data=indices.data)
         result = T.decl_buffer((rows * dense.features,), "float32", data=out.data)
-        last = dense.features - (plan.groups - 1) * dense.group_size
         with T.serial(rows) as row:
             number = T.bind(T.floormod(T.Cast("int64", numbers[row]), dense.units))
             panel = T.bind(T.floordiv(number, lanes))
@@ -485,12 +479,7 @@ def build_grouped_take(spec: GroupedTake, isa: Isa) -> PrimFunc:
                     index = row * dense.features + group * dense.group_size + place
                     T.buffer_store(result, real, [index])
 
-            full = plan.groups if last == dense.group_size else plan.groups - 1
-            if full:
-                with T.serial(full) as group:
-                    emit_group(group, dense.group_size)
-            if last != dense.group_size:
-                emit_group(T.int64(plan.groups - 1), last)
+            emit_parts(dense.features, dense.group_size, emit_group)
 
     return build_kernel("grouped_take", body)
 

@@ -31,6 +31,7 @@ from relayquant.codegen.kernels.emit import (
     broadcast,
     ceil_div,
     constant,
+    emit_parts,
     emit_prefetch,
     emit_shared_loop,
     emit_sum,
@@ -164,7 +165,6 @@ def emit_tile_copy(
     count = form.chunk_tiles * plan.groups * rows
     sums = alloc_workspace(count, "float32") if spec.has_offsets else None
     scales = alloc_workspace(count, "float32") if spec.group_scales else None
-    last = spec.features - (plan.groups - 1) * spec.group_size
 
     def copy_row(tile: Expr, row: Expr) -> None:
         number = T.bind(T.min(first + tile * rows + row, arguments.rows - 1))
@@ -191,12 +191,7 @@ def emit_tile_copy(
                 value = T.Cast("float32", emit_sum(arguments.data, origin, length))
                 T.buffer_store(sums, value * scale, [place])
 
-        full = plan.groups if last == spec.group_size else plan.groups - 1
-        if full:
-            with T.serial(full) as group:
-                copy_group(group, spec.group_size)
-        if last != spec.group_size:
-            copy_group(T.int64(plan.groups - 1), last)
+        emit_parts(spec.features, spec.group_size, copy_group)
 
     def copy_tile(tile: Expr) -> None:
         with T.serial(rows) as row:
