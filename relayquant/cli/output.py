@@ -37,7 +37,7 @@ SCHEMA = 1
 
 
 class ExitCode(enum.IntEnum):
-    """Meaning of a command's exit code."""
+    """Exit codes of commands; `docs/reference/commands.md` says when one ends with which."""
 
     OK = 0
     FOUND = 1
@@ -45,18 +45,6 @@ class ExitCode(enum.IntEnum):
     INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h
     INTERRUPTED = 130  # the shells' convention: 128 + SIGINT
     CUT_OFF = 141  # the shells' convention: 128 + SIGPIPE
-
-
-#: exit code -> when a command ends with it
-MEANINGS = {
-    ExitCode.OK: "success, and nothing looks wrong",
-    ExitCode.FOUND: "success with a finding: `lint` found a problem, `verify` found differing "
-    "values, or `quantize --metric` found no module within --max-drop",
-    ExitCode.USER_ERROR: "a wrong argument or input, or a file that cannot be read or written",
-    ExitCode.INTERNAL_ERROR: "an internal error of relayquant; `--debug` shows the traceback",
-    ExitCode.INTERRUPTED: "interrupted by Ctrl-C; the message says how to resume",
-    ExitCode.CUT_OFF: "the reader of its output closed the pipe, as `head` does",
-}
 
 
 @contextmanager

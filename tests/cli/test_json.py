@@ -17,7 +17,7 @@ from llama_files import draw_weights, write_folder, write_tokenizer
 
 from relayquant import cli
 from relayquant.cli.grammar import COMMANDS as ALL_COMMANDS
-from relayquant.cli.output import MEANINGS, SCHEMA, CommandOutput, ExitCode, make_plain
+from relayquant.cli.output import SCHEMA, CommandOutput, ExitCode, make_plain
 from relayquant.demo import load_digits
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "commands.md").read_text("utf-8")
@@ -228,8 +228,8 @@ def test_make_plain__has_no_value_that_json_lacks() -> None:
 
 
 def test_exit_codes__are_those_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = re.findall(r"^\| (\d+) \| (.*) \|$", PAGE, re.MULTILINE)
-    assert rows == [(str(int(code)), MEANINGS[code]) for code in ExitCode]
+    rows = re.findall(r"^\| (\d+) \| .* \|$", PAGE, re.MULTILINE)
+    assert rows == [str(int(code)) for code in ExitCode]
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     (line,) = re.findall(r"^Exit code: .*$", capsys.readouterr().out, re.MULTILINE)
