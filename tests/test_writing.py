@@ -113,7 +113,7 @@ def test_write__a_folder_that_is_read_only(prepared, qmod, tmp_path, suffix):
     assert error.value.errno == errno.EACCES
 
 
-def test_write__a_device_takes_what_it_takes(prepared, tmp_path):
+def test_write__a_device_takes_what_it_takes(prepared):
     """And stays a device: nothing is renamed into its place."""
     with pytest.raises(
         rq.errors.FileError, match=r"Cannot write /dev/full: No space.*Free space"

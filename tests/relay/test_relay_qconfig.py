@@ -81,7 +81,7 @@ def test_defaults__are_those_of_relay():
     assert qconfig() == RelayQConfig()
 
 
-def test_defaults__outside_of_any_scope(model):
+def test_defaults__outside_of_any_scope():
     """`QConfig::Current()` of a TVM 0.10 skips no convolution there, unlike `qconfig()`."""
     assert relay.quantize.current_qconfig() == qconfig(skip_conv_layers=None)
 
@@ -277,7 +277,7 @@ def test_script__simulation_rounds_in_float(model):
         rq.quantize(mod, None, None, **config.settings)
 
 
-def test_scopes__nest_and_end(model):
+def test_scopes__nest_and_end():
     outside = current_qconfig()
     with qconfig(nbit_input=6):
         with qconfig(nbit_input=4):

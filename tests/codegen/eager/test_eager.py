@@ -198,7 +198,7 @@ def test_values__lie_channels_last_and_are_not_copied():
     assert find_memory_axes(result) == (0, 2, 3, 1)
 
 
-def test_weight__the_same_array_is_packed_once(monkeypatch):
+def test_weight__the_same_array_is_packed_once():
     mod = build_model(lambda e, x, w: e("y", op.nn.conv2d(x, w)), (1, 4, 5, 5), (8, 4, 3, 3))
     module, (x, w) = EagerModule(mod), draw(mod)
     (product,) = steps_of(module, ProductStep)

@@ -102,7 +102,7 @@ def test_compile__prefill_and_decode_as_the_reference(compressed):
     assert np.abs(last[0, 0] - found[0, 3]).max() < 0.03 * np.abs(expected).max()
 
 
-def test_lower_grouped__what_no_kernel_takes_stays(compressed):
+def test_lower_grouped__what_no_kernel_takes_stays():
     """A weight that is an input: the reason is told, and it compiles all the same."""
     builder = relax.BlockBuilder()
     shapes = [((2, 32), "float32"), ((3, 16), "uint8"), ((3, 1), "float32")]

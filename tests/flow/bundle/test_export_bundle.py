@@ -208,7 +208,7 @@ def test_library_describe__says_whether_tiles_are_in_use(tmp_path, monkeypatch):
         assert told[is_allowed if uses is None else uses] in last
 
 
-def test_bundle__is_replaced_and_nothing_else_is(bundle, tmp_path):
+def test_bundle__is_replaced_and_nothing_else_is(tmp_path):
     executable = rq.compile(COUNTER)
     folder = tmp_path / "deploy"
     folder.mkdir()

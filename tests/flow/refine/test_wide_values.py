@@ -88,7 +88,7 @@ def test_quantize__asked_for_by_type_stays_on_integers(model):
     assert not rq.ledger(qmod).floating
 
 
-def test_quantize__operators_that_cost_much_stay_on_integers(model):
+def test_quantize__operators_that_cost_much_stay_on_integers():
     """A network of few products: its float operators would take longer than all of them."""
     rng = np.random.default_rng(0)
     loud = 10 ** rng.uniform(-2, 0, (32, 1, 1))

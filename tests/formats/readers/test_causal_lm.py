@@ -343,7 +343,7 @@ def test_options__out_of_range(folder):
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq.*call compress_weights"),
     ],
 )
-def test_folder__metadata_that_is_wrong(folder, tmp_path, config, message):
+def test_folder__metadata_that_is_wrong(tmp_path, config, message):
     write_folder(tmp_path, draw_weights(), **config)
     with pytest.raises(ModelError, match=message) as caught:
         rq.load(tmp_path)

@@ -156,7 +156,7 @@ def test_batch_norm_behind_pad__shift_stays_behind(check_prepared, check_same_nu
 
 
 @pytest.mark.slow
-def test_unfused_batch_norm__folded(check_prepared, check_same_numbers):
+def test_unfused_batch_norm__folded(check_same_numbers):
     """As torch decomposes it: (x - mean) / sqrt(variance + eps) * gamma + beta."""
     mean, gamma, beta = (const(a.reshape(NCHW)) for a in (MEAN, GAMMA, BETA))
     deviation = const(np.sqrt(VARIANCE.astype("float64") + 1e-5).reshape(NCHW))
@@ -491,7 +491,7 @@ def test_overflowing_fold__declined():
 
 
 @pytest.mark.parametrize("broken", ["zero variance", "axis"])
-def test_unfit_batch_norm__declined(broken, check_prepared):
+def test_unfit_batch_norm__declined(broken):
     variance = const(np.full(6 if broken == "axis" else 4, -1.0 if broken != "axis" else 1.0))
     ones = const(np.ones(6 if broken == "axis" else 4))
     axis = 2 if broken == "axis" else 1

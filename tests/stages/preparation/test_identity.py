@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from float_models import as_main, build_model
 from tvm import relax
 from tvm.relax import op
@@ -98,8 +97,7 @@ def test_dropout_mask_used__stays(check_prepared):
     check_prepared(before, before)
 
 
-@pytest.mark.parametrize("returned", [1, 2])
-def test_identity_of_a_parameter__keeps_its_name(returned):
+def test_identity_of_a_parameter__keeps_its_name():
     @I.ir_module
     class Before:
         @R.function

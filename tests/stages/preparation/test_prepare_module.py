@@ -80,7 +80,7 @@ def test_params__wrong_ones_named(change, message):
         prepare_module(WithParams, values)
 
 
-def test_several_inputs_and_outputs__diamond(check_prepared, check_same_numbers):
+def test_several_inputs_and_outputs__diamond():
     @I.ir_module
     class Before:
         @R.function
@@ -163,7 +163,7 @@ def test_match_cast__survives(check_same_numbers):
     check_same_numbers(Before, np.ones((4, 3), "float32"), np.array([6, 2], "int64"))
 
 
-def test_sources__extended(check_prepared):
+def test_sources__extended():
     weight = relax.const(RNG.standard_normal((3, 4)).astype("float32"))
     sources = {"m": {"node": "dense", "op": "MatMul"}, "y": {"node": "scale", "op": "Mul"}}
     text = json.dumps(sources)
