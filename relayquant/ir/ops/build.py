@@ -108,7 +108,7 @@ def decline_dtype(what: str, dtype: str) -> Skip | None:
     if "float" in dtype:
         return Skip(
             f"{what} is {dtype}, only float32 is quantized",
-            "cast the model to float32 before quantizing",
+            "cast the model to float32 before quantizing, as module.float() of PyTorch does",
         )
     return Skip(f"{what} is {dtype or 'no tensor'}, not float")
 

@@ -1,4 +1,4 @@
-"""Quantized models of float16: float16 in and out, integers between, against ONNX Runtime."""
+"""Models of float16: float16 in and out, integers or float32 between, against ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -134,6 +134,25 @@ def test_half__becomes_integer():
     found = count_operators(rq.lower(rq.load(g.model(y))[0]))
     assert found["qnn.conv2d"] == found["qnn.add"] == 1
     assert not {"nn.conv2d", "add"} & set(found)
+
+
+@pytest.mark.parametrize("from_nodes", [False, True])
+def test_half__network_becomes_integer(from_nodes):
+    """A float network: float16 weights, biases and values. ONNX Runtime computes it in float32."""
+    g = HalfGraph(from_nodes=from_nodes)
+    draw = lambda *shape: g.constant(g.rng.normal(0, 0.3, shape).astype("float16"))  # noqa: E731
+    image = g.add("Relu", g.add("Conv", "x", draw(8, 4, 3, 3), draw(8), pads=[1] * 4))
+    image = g.add("Add", image, g.add("Conv", image, draw(8, 8, 1, 1)))
+    flat = g.add("Flatten", g.add("GlobalAveragePool", g.add("Relu", image)))
+    model = g.model(g.add("Gemm", flat, draw(8, 5), draw(5)))
+    data = [g.rng.normal(size=SHAPE).astype("float16") for _ in range(8)]
+    mod, _ = rq.load(model)
+    (expected,) = run_onnxruntime(model, {"x": data[0]}, rewrites=False)
+    (found,) = Executor(rq.compile(mod)).run("main", [data[0]])
+    assert found.dtype == np.float16
+    np.testing.assert_allclose(found, expected, atol=0.004)
+    qmod = rq.quantize(mod, None, data, effort="fast")
+    assert {row.op for row in rq.ledger(qmod).rows if not row.quantized} == {"astype"}
 
 
 def test_half__float32_is_left_alone():

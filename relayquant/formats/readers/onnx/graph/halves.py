@@ -1,7 +1,9 @@
-"""ONNX reader, on the graph: a quantized model in float16 is computed in float32.
+"""ONNX reader, on the graph: a network in float16 is computed in float32, as ONNX Runtime does on
+CPUs.
 
-A float16 value between two quantized values is rounded to a step of the second one, so its float16
-precision hardly matters. The rows of the dialect match float32. Inputs and outputs stay float16:
+The rows of the dialect match float32, and float32 kernels are faster. A float16 value between two
+quantized values is rounded to a step of the second one, so its precision hardly matters. Inputs and
+outputs stay float16:
 
     x (float16) -> Cast -> float32 operators -> Cast -> y (float16)
 """
@@ -35,10 +37,13 @@ QUANTIZED = (
     "DynamicQuantize",
 )
 
+#: Operators that have the weights of a network.
+PRODUCTS = {"Conv", "ConvTranspose", "GRU", "Gemm", "LSTM", "MatMul", "RNN"}
+
 
 def widen_halves(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model with float32 instead of float16, except for inputs and outputs. The same
-    model if no quantized operator has float16.
+    model if no product with a weight and no quantized operator has float16.
     """
     if not has_halves(model.graph):
         return model
@@ -63,19 +68,20 @@ def widen_halves(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def has_halves(graph: onnx.GraphProto) -> bool:
-    """Return whether a quantized operator reads a float16 value, as far as the model declares
-    types, or returns one.
+    """Return whether a product has a float16 weight, or a quantized operator reads a float16 value,
+    as far as the model declares types, or returns one.
     """
-    halves = {info.name for info in select_halves((*graph.input, *graph.value_info))}
-    halves.update(tensor.name for tensor in graph.initializer if tensor.data_type == HALF)
     nodes = list(list_nodes(graph.node))
+    weights = {tensor.name for tensor in graph.initializer if tensor.data_type == HALF}
     for node in nodes:
         if any(gives_half(attribute) for attribute in node.attribute):
-            halves.update(node.output)
+            weights.update(node.output)
+    halves = {info.name for info in select_halves((*graph.input, *graph.value_info))} | weights
     return any(
         halves.intersection((*node.input, *node.output))
-        for node in nodes
         if any(part in node.op_type for part in QUANTIZED)
+        else node.op_type in PRODUCTS and weights.intersection(node.input[1:])
+        for node in nodes
     )
 
 
