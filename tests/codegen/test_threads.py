@@ -320,9 +320,11 @@ def test_pool__one_processor_for_all(tmp_path):
 #: on the caller's. A line says who changes whose set, or that the caller asks where it is.
 MACHINE = """
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -344,6 +346,14 @@ int sched_getcpu(void) {
   }
   if (id == 0) write(1, "?\\n", 2);
   return cpus[id];
+}
+
+FILE* fopen(const char* path, const char* mode) {
+  FILE* (*open)(const char*, const char*) = dlsym(RTLD_NEXT, "fopen");
+  char* siblings = getenv("SIBLINGS");
+  if (siblings && strstr(path, "thread_siblings_list"))
+    return *siblings ? fmemopen(siblings, strlen(siblings), mode) : NULL;
+  return open(path, mode);
 }
 
 int pthread_getaffinity_np(pthread_t thread, size_t size, cpu_set_t* set) {
@@ -392,20 +402,35 @@ def test_pool__may_be_told_to_leave_threads_alone(machine, tmp_path, value):
     assert run_apart(ON_MACHINE, tmp_path, 6, **environment) == ""
 
 
-def test_pool__excludes_processors_of_others(machine, tmp_path):
-    environment = {"LD_PRELOAD": machine, "TVM_BIND_THREADS": "1"}
+@pytest.mark.parametrize(
+    ("siblings", "find_sibling"),
+    [
+        ("", lambda cpu: cpu),
+        ("0\n", lambda cpu: cpu),
+        ("0,4\n", lambda cpu: (cpu + 4) % 8),
+        ("0-1\n", lambda cpu: cpu ^ 1),
+        ("0,1\n", lambda cpu: cpu ^ 1),
+        ("0-3\n", lambda cpu: cpu),
+        ("0,2,4,6\n", lambda cpu: cpu),
+        ("0,99999999999999999999\n", lambda cpu: cpu),
+    ],
+)
+def test_pool__excludes_processors_of_others(machine, tmp_path, siblings, find_sibling):
+    """And the other threads of their cores, as long as any core is left."""
+    environment = {"LD_PRELOAD": machine, "TVM_BIND_THREADS": "1", "SIBLINGS": siblings}
     printed = run_apart(ON_MACHINE, tmp_path, 6, **environment)
     cpus, whole = [0, 3, 3, 0, 5, 6], 0xFF
-    used, changes = 0, []
+    used, changes = set(), []
     for line in printed.splitlines():
         if line == "?":
-            used = 1 << cpus[0]
+            used = {cpus[0]}
             continue
         changes.append(tuple(map(int, line.split())))
         who, worker, mask = changes[-1]
         if who == 0 and worker:
-            assert mask == whole & ~used
-            used |= 1 << cpus[worker]
+            left = set(range(8)) - used - {find_sibling(cpu) for cpu in used}
+            assert mask == sum(1 << cpu for cpu in left or set(range(8)) - used)
+            used.add(cpus[worker])
     assert {worker for who, worker, _ in changes if who == 0} >= {1, 2, 3, 4, 5}
     taken_back = [mask for who, worker, mask in changes if who == worker != 0]
     assert set(taken_back) == {whole}

@@ -29,7 +29,8 @@
 ; one. In a virtual machine it finds none after a pause of milliseconds: the host has stopped all idle
 ; processors, and to Linux they look busy. So caller and worker would share a processor beside an idle
 ; one. Before it wakes workers, the caller excludes its own processor and each other's from their sets
-; (@pool_spread). A worker that is awake takes its whole set back. A caller that sleeps stays on its
+; (@pool_spread), and if enough are left, the other thread of each core (SMT). A worker that is awake
+; takes its whole set back. A caller that sleeps stays on its
 ; processor (@pool_stay), because the worker that wakes it is on another. TVM_BIND_THREADS=0 turns this
 ; off, as it keeps TVM's own threads free: where a filter of system calls ends the process for it.
 
@@ -40,6 +41,9 @@
 @process = internal global i32 0                  ; process that started the workers
 @binds = internal global i32 1                    ; 0: all threads keep their sets of processors
 @bind_variable = internal constant [17 x i8] c"TVM_BIND_THREADS\00"
+; Processors from one thread of a core to the other; 0: one thread a core, or numbers of another kind.
+@sibling = internal global i64 0
+@sibling_file = internal constant [59 x i8] c"/sys/devices/system/cpu/cpu0/topology/thread_siblings_list\00"
 @launch = internal global i64 0                   ; number of the last launch
 @function = internal global ptr null              ; of the launch: int (int part, environment*, data*)
 @data = internal global ptr null
@@ -150,15 +154,19 @@ entry:
   call i32 @sem_init(ptr @finished, i32 0, i32 0)
   %text = call ptr @getenv(ptr @bind_variable)
   %unset = icmp eq ptr %text, null
-  br i1 %unset, label %next, label %read
+  br i1 %unset, label %topology, label %read
 read:                                             ; as TVM does
   %number = call i32 @atoi(ptr %text)
   %binds = icmp eq i32 %number, 1
   %flag = zext i1 %binds to i32
   store i32 %flag, ptr @binds
+  br label %topology
+topology:
+  %sibling = call i64 @pool_find_sibling()
+  store i64 %sibling, ptr @sibling
   br label %next
 next:
-  %worker = phi i32 [ 1, %entry ], [ 1, %read ], [ %following, %start ]
+  %worker = phi i32 [ 1, %topology ], [ %following, %start ]
   %more = icmp slt i32 %worker, %threads
   br i1 %more, label %start, label %end
 start:
@@ -174,6 +182,46 @@ fewer:                                            ; the system allows no more th
   br label %end
 end:
   ret i32 0
+}}
+
+; The distance of the second thread of the first core: 1 of "0-1" and "0,1", 4 of "0,4", 0 of others.
+; So is every core's: Linux numbers both threads of a core one after the other, or the first threads
+; of all cores before the second ones.
+define i64 @pool_find_sibling() {{
+entry:
+  %file = call ptr @fopen(ptr @sibling_file, ptr @relayquant_read_mode)
+  %absent = icmp eq ptr %file, null
+  br i1 %absent, label %none, label %first
+first:                                            ; "0"
+  %zero = call i32 @fgetc(ptr %file)
+  %mark = call i32 @fgetc(ptr %file)
+  br label %digit
+digit:
+  %number = phi i64 [ 0, %first ], [ %longer, %more ]
+  %character = call i32 @fgetc(ptr %file)
+  %value = sub i32 %character, 48
+  %is_digit = icmp ult i32 %value, 10
+  %short = icmp ult i64 %number, {most_cpus}
+  %goes_on = and i1 %is_digit, %short
+  br i1 %goes_on, label %more, label %end
+more:
+  %tenfold = mul i64 %number, 10
+  %wide = zext i32 %value to i64
+  %longer = add i64 %tenfold, %wide
+  br label %digit
+end:
+  call i32 @fclose(ptr %file)
+  %comma = icmp eq i32 %mark, 44
+  %dash = icmp eq i32 %mark, 45
+  %one = icmp eq i64 %number, 1
+  %next_to = and i1 %dash, %one                   ; "0-3" are four threads
+  %two = or i1 %comma, %next_to
+  %last = icmp eq i32 %character, 10
+  %pair = and i1 %two, %last
+  %result = select i1 %pair, i64 %number, i64 0
+  ret i64 %result
+none:
+  ret i64 0
 }}
 
 ; Run a whole launch on the caller's thread, until a part fails.
@@ -253,6 +301,24 @@ end:
   ret i64 %launch
 }}
 
+; Add a processor to a set, if the set can hold it.
+define void @pool_mark(ptr %set, i64 %cpu) {{
+entry:
+  %fits = icmp ult i64 %cpu, {most_cpus}
+  br i1 %fits, label %add, label %end
+add:
+  %word = lshr i64 %cpu, 6
+  %shift = and i64 %cpu, 63
+  %bit = shl i64 1, %shift
+  %place = getelementptr i64, ptr %set, i64 %word
+  %before = load i64, ptr %place
+  %with = or i64 %before, %bit
+  store i64 %with, ptr %place
+  br label %end
+end:
+  ret void
+}}
+
 ; Keep the caller on its processor. Returns 1 if this was done. @pool_take_back undoes it.
 define i32 @pool_stay() {{
 entry:
@@ -272,11 +338,7 @@ ask:
   %told = icmp eq i32 %refused, 0
   br i1 %told, label %pin, label %no
 pin:
-  %word = lshr i64 %at, 6
-  %shift = and i64 %at, 63
-  %bit = shl i64 1, %shift
-  %place = getelementptr i64, ptr %only, i64 %word
-  store i64 %bit, ptr %place
+  call void @pool_mark(ptr %only, i64 %at)
   %failed = call i32 @pthread_setaffinity_np(i64 %self, i64 {cpu_bytes}, ptr %only)
   %fine = icmp eq i32 %failed, 0
   %result = zext i1 %fine to i32
@@ -298,12 +360,16 @@ define void @pool_take_back(i64 %index) {{
 define void @pool_spread() {{
 entry:
   %used = alloca [{cpu_words} x i64]              ; cpu_set_t
+  %used_cores = alloca [{cpu_words} x i64]        ; with the other threads of these cores
   %others = alloca [{cpu_words} x i64]
+  %other_cores = alloca [{cpu_words} x i64]
   %binds = load i32, ptr @binds
   %may = icmp ne i32 %binds, 0
   br i1 %may, label %begin, label %end
 begin:
   store [{cpu_words} x i64] zeroinitializer, ptr %used
+  store [{cpu_words} x i64] zeroinitializer, ptr %used_cores
+  %sibling = load i64, ptr @sibling
   %own = call i32 @sched_getcpu()
   %own_place = sext i32 %own to i64
   %threads = load i32, ptr @threads
@@ -341,6 +407,7 @@ ask:
 exclude:
   %i = phi i64 [ 0, %ask ], [ 0, %decide ], [ %i_next, %exclude ]
   %some = phi i64 [ 0, %ask ], [ 0, %decide ], [ %some_more, %exclude ]
+  %some_cores = phi i64 [ 0, %ask ], [ 0, %decide ], [ %some_more_cores, %exclude ]
   %from = getelementptr i64, ptr %allowed, i64 %i
   %all = load i64, ptr %from
   %taken_from = getelementptr i64, ptr %used, i64 %i
@@ -350,6 +417,13 @@ exclude:
   %to = getelementptr i64, ptr %others, i64 %i
   store i64 %left, ptr %to
   %some_more = or i64 %some, %left
+  %taken_cores_from = getelementptr i64, ptr %used_cores, i64 %i
+  %taken_cores = load i64, ptr %taken_cores_from
+  %free_cores = xor i64 %taken_cores, -1
+  %left_cores = and i64 %all, %free_cores
+  %to_cores = getelementptr i64, ptr %other_cores, i64 %i
+  store i64 %left_cores, ptr %to_cores
+  %some_more_cores = or i64 %some_cores, %left_cores
   %i_next = add i64 %i, 1
   %again = icmp ult i64 %i_next, {cpu_words}
   br i1 %again, label %exclude, label %judge
@@ -357,7 +431,9 @@ judge:
   %any = icmp ne i64 %some_more, 0
   br i1 %any, label %move, label %release
 move:
-  %failed = call i32 @pthread_setaffinity_np(i64 %handle, i64 {cpu_bytes}, ptr %others)
+  %any_core = icmp ne i64 %some_more_cores, 0
+  %set = select i1 %any_core, ptr %other_cores, ptr %others
+  %failed = call i32 @pthread_setaffinity_np(i64 %handle, i64 {cpu_bytes}, ptr %set)
   %moved = icmp eq i32 %failed, 0
   %outcome = select i1 %moved, i64 %done, i64 %before_claim
   br label %release
@@ -366,13 +442,16 @@ release:
   store atomic i64 %state, ptr %bed release, align 8
   br label %mark
 mark:
-  %word = lshr i64 %cpu, 6
-  %shift = and i64 %cpu, 63
-  %bit = shl i64 1, %shift
-  %place = getelementptr i64, ptr %used, i64 %word
-  %before = load i64, ptr %place
-  %with = or i64 %before, %bit
-  store i64 %with, ptr %place
+  call void @pool_mark(ptr %used, i64 %cpu)
+  call void @pool_mark(ptr %used_cores, i64 %cpu)
+  %near = icmp eq i64 %sibling, 1
+  %twin = xor i64 %cpu, 1
+  %is_first = icmp ult i64 %cpu, %sibling
+  %behind = add i64 %cpu, %sibling
+  %ahead = sub i64 %cpu, %sibling
+  %across = select i1 %is_first, i64 %behind, i64 %ahead
+  %second = select i1 %near, i64 %twin, i64 %across        ; itself if there is one thread a core
+  call void @pool_mark(ptr %used_cores, i64 %second)
   br label %skip
 skip:
   %next = add i32 %worker, 1
