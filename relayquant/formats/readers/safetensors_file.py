@@ -18,6 +18,7 @@ import numpy as np
 
 from relayquant.base.storage.files import check_file, decode_json, read_text, reading
 from relayquant.errors import ModelError, format_count
+from relayquant.formats.readers.mapped import map_array, widen
 
 #: Largest header and largest index file in bytes.
 MOST_HEADER = 64 << 20
@@ -63,9 +64,7 @@ class SafetensorsPlace:
     def map_bytes(self) -> np.ndarray:
         """Map the values of a tensor of dtype U8, uint8 of its shape. ModelError as for `read`."""
         with reading(self.path, "safetensors file", ModelError):
-            if not self.size:
-                return np.empty(self.shape, "uint8")
-            return np.memmap(self.path, "uint8", "r", self.offset, self.shape)
+            return map_array(self.path, "uint8", self.offset, self.shape)
 
     def read(self) -> np.ndarray:
         """Read the values as float32.
@@ -76,12 +75,7 @@ class SafetensorsPlace:
         with reading(self.path, "safetensors file", ModelError):
             if self.refusal:
                 raise ModelError(f"A tensor {self.refusal}", code="RQ202")
-            if not self.size:  # numpy cannot map 0 bytes
-                return np.empty(self.shape, "float32")
-            array = np.memmap(self.path, DTYPES[self.dtype], "r", self.offset, self.shape)
-            if self.dtype == "BF16":
-                return (array.astype("uint32") << 16).view("float32")
-            return array.astype("float32")
+            return widen(map_array(self.path, DTYPES[self.dtype], self.offset, self.shape))
 
 
 def list_safetensors(folder: Path, max_bytes: int) -> dict[str, SafetensorsPlace]:

@@ -17,6 +17,7 @@ from relayquant.base.optional import needed
 from relayquant.base.storage.files import DEFAULT_MAX_BYTES, PathLike, reading
 from relayquant.errors import ModelError, format_count
 from relayquant.formats.readers.gguf.header import KINDS, GgufPlace, read_header
+from relayquant.formats.readers.mapped import map_array
 
 
 @check_arguments
@@ -66,9 +67,7 @@ class GgufTensors(Mapping[str, np.ndarray]):
 
         place = self.places[name]
         with reading(self.path, "GGUF file", ModelError):
-            data = np.empty(0, "uint8")
-            if place.size:  # numpy cannot map 0 bytes.
-                data = np.memmap(self.path, "uint8", "r", place.offset, place.size)
+            data = map_array(self.path, "uint8", place.offset, (place.size,))
             values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(place.kind))
             return np.array(values, "float32").reshape(place.shape)
 
