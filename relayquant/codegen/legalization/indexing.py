@@ -118,6 +118,30 @@ def bound_first(find_extents: Callable[[Call], Sequence[Any]]) -> Callable[..., 
     return legalize
 
 
+def legalize_scatter_elements(builder: relax.BlockBuilder, call: Call) -> Any:
+    """Legalize scatter_elements(x, i, updates) also for indices that are fewer than x along another
+    axis. TVM would count their places by the sizes of x.
+    """
+    data, indices, updates = call.args
+    sizes, counts = tensor_shape(data), tensor_shape(indices)
+    axis = int(call.attrs.axis) % data.ty.ndim
+    others = [at for at in range(data.ty.ndim) if at != axis]
+    if sizes is None or counts is None or all(sizes[at] == counts[at] for at in others):
+        return bound_first(find_axis)(builder, call)
+
+    def list_places(index: te.Tensor) -> Any:
+        def read(*at: Any) -> Any:
+            place = index(*at[:-1])
+            for other in others:
+                place = tirx.Select(at[-1] == other, tirx.Cast(index.dtype, at[other]), place)
+            return place
+
+        return te.compute([*index.shape, len(sizes)], read, name="places")
+
+    places = builder.emit(builder.call_te(list_places, indices, primfunc_name_hint="places"))
+    return relax.op.scatter_nd(data, places, updates, str(call.attrs.reduction))
+
+
 def has_fields(indices: relax.Expr) -> bool:
     """Whether the indices are a tuple with one array for each axis."""
     return isinstance(indices.ty, tvm.ir.TupleType)
@@ -169,7 +193,7 @@ INDEXING_LEGALIZATIONS = {
     "relax.index_tensor": bound_first(find_axes_of_fields),
     "relax.index_put": bound_first(find_axes_of_fields),
     "relax.gather_elements": bound_first(find_axis),
-    "relax.scatter_elements": bound_first(find_axis),
+    "relax.scatter_elements": legalize_scatter_elements,
     "relax.gather_nd": bound_first(
         lambda call: find_axes_of_rows(call, int(call.attrs.batch_dims))
     ),

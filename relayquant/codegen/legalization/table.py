@@ -127,6 +127,20 @@ def legalize_filling(builder: relax.BlockBuilder, call: Call) -> Any:
     return relax.op.astype(spread, dtype)
 
 
+def legalize_prelu(builder: relax.BlockBuilder, call: Call) -> Any:
+    """Legalize prelu(x, slopes) also along an axis of symbolic size, which TVM has to know."""
+    axis, is_single = int(call.attrs.axis), tensor_shape(call.args[1]) == (1,)
+
+    def compute(x: Any, slopes: Any) -> Any:
+        def scale(*at: Any) -> Any:
+            value, slope = x(*at), slopes(0 if is_single else at[axis])
+            return tirx.Select(value > 0, value, value * slope)
+
+        return te.compute(x.shape, scale, name="prelu")
+
+    return builder.call_te(compute, *call.args, primfunc_name_hint="prelu")
+
+
 def legalize_batch_norm(builder: relax.BlockBuilder, call: Call) -> Any:
     """Legalize batch_norm(x) with its axis counted from 0. TVM knows no axis -1."""
     (axis,) = list_axes([call.attrs.axis], call.args[0].ty.ndim)
@@ -256,6 +270,7 @@ LEGALIZATIONS = {
     "relax.cosh": legalize_cosh,
     **dict.fromkeys(("relax.full_like", "relax.ones_like", "relax.zeros_like"), legalize_filling),
     "relax.nn.batch_norm": legalize_batch_norm,
+    "relax.nn.prelu": legalize_prelu,
     "relax.nn.layer_norm": legalize_layer_norm,
     "relax.nn.selu": legalize_selu,
     "relax.nn.softmax": legalize_softmax,

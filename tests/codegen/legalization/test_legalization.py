@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tvm
 from compiled_call import build_call, check_exactly, run_compiled
-from tvm import relax
+from tvm import relax, tirx
 
 import relayquant as rq
 from relayquant.codegen.legalization.table import LEGALIZATIONS
@@ -343,6 +343,39 @@ def test_hyperbolic_tangent__keeps_its_digits_near_zero(name, function, dtype):
     tolerance = 1e-6 if dtype == "float32" else 1e-14
     for found in run_compiled(getattr(relax.op, name), data):
         np.testing.assert_allclose(found, function(data.astype("float64")), tolerance)
+
+
+@pytest.mark.parametrize("slopes", [1, 4])
+def test_prelu__along_an_axis_of_symbolic_size(slopes):
+    """TVM compares the sizes of both, as numbers."""
+    count = tirx.Var("n", "int64")
+    x = relax.Var("x", relax.TensorType((2, count), "float32"))
+    slope = relax.Var("slope", relax.TensorType((1 if slopes == 1 else count,), "float32"))
+    mod = make_main([x, slope], lambda _: relax.op.nn.prelu(x, slope, axis=-1))
+    draw = np.random.default_rng(0).standard_normal
+    data, factors = draw((2, 4)).astype("float32"), draw(slopes).astype("float32")
+    (found,) = rq.Executor(rq.compile(mod)).run("main", [data, factors])
+    np.testing.assert_array_equal(found, np.where(data > 0, data, data * factors))
+
+
+@pytest.mark.parametrize("reduction", ["update", "add", "max"])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_scatter_elements__of_fewer_indices_than_data(axis, reduction):
+    """TVM counts the places of the updates by the sizes of the data."""
+    rng = np.random.default_rng(0)
+    data, updates = (rng.standard_normal(size).astype("float32") for size in ((4, 5, 6), (2, 3, 2)))
+    indices = np.argsort(rng.random(data.shape), axis)[:2, :3, :2] - data.shape[axis] * (axis == 1)
+    places = [*np.indices(indices.shape)]
+    places[axis] = indices
+    expected = data.copy()
+    if reduction == "update":
+        expected[tuple(places)] = updates
+    else:
+        {"add": np.add, "max": np.maximum}[reduction].at(expected, tuple(places), updates)
+    check_exactly(
+        lambda x, i, u: relax.op.scatter_elements(x, i, u, axis, reduction),
+        expected, data, indices, updates,
+    )  # fmt: skip
 
 
 def test_batch_norm__of_an_axis_counted_from_the_end():
