@@ -202,6 +202,11 @@ class PreparedModel:
     tuned: TunedBatches = field(default_factory=TunedBatches)
 
     @cached_property
+    def integer_outputs(self) -> frozenset[str]:
+        """Names of the outputs that the module returns as integers. Any plan made anew has them."""
+        return frozenset(value.name for value in self.outputs if value.is_integer)
+
+    @cached_property
     def source(self) -> Graph:
         """The graph of `mod`, for those who make several plans of it."""
         return Graph(self.mod)

@@ -144,7 +144,7 @@ def test_plan_made_again__a_state_and_its_new_value_have_one_group():
     data = draw_rows(16)
     prepared = rq.calibrate(rq.prepare(make_cell(), None, data, callbacks=()), data, callbacks=())
     again = change_operators(prepared, {}, lambda model: model)
-    find = plan_without(prepared.source, prepared.backend, prepared.mapping)
+    find = plan_without(prepared.source, prepared.backend, prepared.mapping, ())
     groups = prepared.plan.value_groups
     assert groups["h"] == groups["new"]
     assert again.plan.value_groups == groups

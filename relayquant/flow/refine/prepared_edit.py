@@ -333,8 +333,7 @@ def change_operators(
             "The model lacks the QConfigMapping that it was prepared with.", code="RQ105"
         )
     mapping = add_lines(prepared, changes, prepared.mapping, origins)
-    wanted = {value.name for value in prepared.outputs if value.is_integer}
-    plan = annotate(prepared.source, prepared.backend, mapping, wanted)
+    plan = annotate(prepared.source, prepared.backend, mapping, prepared.integer_outputs)
     changed = replace(replace_plan(prepared, plan), mapping=mapping)
     if split_changes(prepared, changes)[2]:
         return calibrate(changed)

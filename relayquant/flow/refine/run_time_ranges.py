@@ -25,7 +25,7 @@ def find_run_time_qconfigs(prepared: PreparedModel) -> dict[str, QConfig]:
     found = list_candidates(prepared)
     # The plan may say that an operator cannot run so after all.
     mapping = add_lines(prepared, found, prepared.mapping or QConfigMapping())
-    plan = annotate(prepared.source, prepared.backend, mapping)
+    plan = annotate(prepared.source, prepared.backend, mapping, prepared.integer_outputs)
     served = {operator.name for operator in plan.operators if operator.dynamic is not None}
     return {name: qconfig for name, qconfig in found.items() if name in served}
 
@@ -108,7 +108,7 @@ def forecast_sqnr(
     """
     prepared = simulation.prepared
     mapping = add_lines(prepared, changes, prepared.mapping or QConfigMapping())
-    plan = annotate(prepared.source, prepared.backend, mapping)
+    plan = annotate(prepared.source, prepared.backend, mapping, prepared.integer_outputs)
     dynamic = {operator.name for operator in plan.operators if operator.dynamic is not None}
     others = {
         key

@@ -207,7 +207,7 @@ class ModuleSearch:
         choice = replace(self.best.choice, dtype=WIDE)
         if choice.reverted and self.best.is_met and not self.is_over:
             prepared, mapping = simulation.prepared, self.find_mapping(choice)
-            plan = annotate(prepared.source, prepared.backend, mapping)
+            plan = annotate(prepared.source, prepared.backend, mapping, prepared.integer_outputs)
             if all(plan.operator(name).quantized for name in choice.reverted):
                 yield choice
 
@@ -421,7 +421,7 @@ def start_trials(
     `bound`.
     """
     trials, prepared = itertools.count(1), simulation.prepared
-    find_remaining = plan_without(prepared.source, prepared.backend, base)
+    find_remaining = plan_without(prepared.source, prepared.backend, base, prepared.integer_outputs)
 
     def suffices(names: Sequence[str]) -> bool:
         remaining = find_remaining(names)

@@ -69,7 +69,9 @@ def find_wide(
     if not poor:
         return {}
     mapping = prepared.mapping or QConfigMapping()
-    find_remaining = plan_without(prepared.source, prepared.backend, mapping)
+    find_remaining = plan_without(
+        prepared.source, prepared.backend, mapping, prepared.integer_outputs
+    )
     found: dict[str, str] = {}
     for error in sorted(poor, key=lambda error: error.rounded):
         if may_move(prepared, find_remaining({*found, error.name})):

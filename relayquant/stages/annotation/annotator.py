@@ -56,11 +56,11 @@ def annotate(
 
 
 def plan_without(
-    graph: Graph, backend: BackendConfig, mapping: QConfigMapping
+    graph: Graph, backend: BackendConfig, mapping: QConfigMapping, wanted: Collection[str]
 ) -> Callable[[Collection[str]], list[OperatorPlan]]:
     """Return a function from the names of operators that go to float to the rows of a plan for what
-    still runs on integers then. Operators are matched once for all its calls, and nothing is said
-    of groups but their keys.
+    still runs on integers then; arguments as of `annotate`. Operators are matched once for all its
+    calls, and nothing is said of groups but their keys.
     """
     matches = match_operators(graph, backend, mapping)
 
@@ -70,8 +70,8 @@ def plan_without(
 
     def find(names: Collection[str]) -> list[OperatorPlan]:
         left = [revert(m) if m.root.name in names else m for m in matches]
-        quantized = decide_quantized(graph, left)
-        found = NamedSets.of(graph, left, quantized)
+        quantized = decide_quantized(graph, left, wanted)
+        found = NamedSets.of(graph, left, quantized, wanted)
         return [
             plan_integers(m, found.operands(m), found.output(m))
             for m in left

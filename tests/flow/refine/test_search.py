@@ -386,7 +386,7 @@ def simulate(monkeypatch):
         monkeypatch.setattr("relayquant.flow.refine.search.plan_without", plan_without)
         clock = SimpleNamespace(monotonic=lambda: float(len(measured)))
         monkeypatch.setattr("relayquant.flow.refine.search.time", clock)
-        prepared = SimpleNamespace(source=None, backend=None)
+        prepared = SimpleNamespace(source=None, backend=None, integer_outputs=())
         simulation = SimpleNamespace(prepared=prepared, score=score, start_from=lambda _: None)
         found = search_simulated(simulation, None, order, 1.0, deadline, CallbackList())
         return [int(name[1:]) for name in found], [len(names) for names in measured]
