@@ -187,7 +187,7 @@ class KernelTable:
 
         Each call of a kernel packs its weights, and the steps of a recurrent layer have the same.
         """
-        array = np.ascontiguousarray(array)
+        array = np.asarray(array, order="C")  # not `ascontiguousarray`: () would become (1,)
         key = str(array.dtype), array.shape, hash_array(array)
         if key not in self._constants:
             self._constants[key] = relax.const(array, str(array.dtype))
