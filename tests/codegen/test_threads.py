@@ -209,15 +209,18 @@ def test_pool__threads_end_with_the_module(make_counter):
 
 
 FORK = """
-import os, sys
+import os, sys, time
 import numpy as np, tvm
 count = tvm.runtime.load_module(sys.argv[1])["count_visits"]
 visits = tvm.runtime.tensor(np.zeros((48, 64), "int32"))
+allowed = os.sched_getaffinity(0)
 count(visits)
+time.sleep(0.05)  # the workers fall asleep
 child = os.fork()
 count(visits)
 count(visits)
 assert (visits.numpy() == 3).all()
+assert os.sched_getaffinity(0) == allowed
 if child == 0:
     sys.exit(0)  # by the way that unloads libraries
 _, status = os.waitpid(child, 0)
@@ -330,6 +333,7 @@ MACHINE = """
 
 static const int cpus[] = {0, 3, 3, 0, 5, 6};
 static pthread_t known[64];
+static int masks[64];  // ~ of the set, so that all have all at first
 static int count = 1;  // 0 is the caller
 static __thread int id = -1;
 
@@ -358,7 +362,8 @@ FILE* fopen(const char* path, const char* mode) {
 
 int pthread_getaffinity_np(pthread_t thread, size_t size, cpu_set_t* set) {
   memset(set, 0, size);
-  for (int i = 0; i < 8; i++) CPU_SET(i, set);
+  for (int i = 0; i < 8; i++)
+    if (~masks[find(thread)] >> i & 1) CPU_SET(i, set);
   return 0;
 }
 
@@ -366,6 +371,7 @@ int pthread_setaffinity_np(pthread_t thread, size_t size, const cpu_set_t* set) 
   char line[64];
   int mask = 0;
   for (int i = 0; i < 8; i++) mask |= CPU_ISSET(i, set) << i;
+  masks[find(thread)] = getenv("MEDDLE") ? ~0xF0 : ~mask;
   int length = snprintf(line, sizeof line, "%d %d %d\\n", find(pthread_self()), find(thread), mask);
   return write(1, line, length) != length;
 }
@@ -393,6 +399,17 @@ def machine(tmp_path):
     command = ["cc", "-shared", "-fPIC", "-O1", "-pthread", source, "-o", library]
     subprocess.run(command, check=True)
     return str(library)
+
+
+def test_pool__leaves_alone_what_somebody_else_changed(machine, tmp_path):
+    """A set that is not as the pool made it is the user's, as of `taskset`."""
+    environment = {"LD_PRELOAD": machine, "TVM_BIND_THREADS": "1", "MEDDLE": "1"}
+    printed = run_apart(ON_MACHINE, tmp_path, 6, **environment).splitlines()
+    changes = [line.split() for line in printed if line != "?"]
+    assert changes
+    assert not [line for line in changes if line[0] == line[1] and line[2] == "255"]
+    again = [int(mask) for who, worker, mask in changes if who == "0" != worker]
+    assert any(mask and mask & 0xF0 == mask for mask in again)  # of what the user allows
 
 
 @pytest.mark.parametrize("value", ["0", "no"])

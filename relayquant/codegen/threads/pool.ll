@@ -66,9 +66,10 @@
 @handles = internal global [{most} x i64] zeroinitializer         ; pthread_t
 ; Of each worker: its slot, and its bed: 0 while it is awake, else 4 * (1 + the processor that it sleeps
 ; on), plus 1 while the caller changes its set of processors, plus 2 once this is done. @allowed keeps
-; the whole set (cpu_set_t); @allowed[0] is the caller's.
+; the whole set (cpu_set_t), @given what it was changed to; those at 0 are the caller's.
 @slots = internal global [{most} x [8 x i64]] zeroinitializer, align 64
 @allowed = internal global [{most} x [{cpu_words} x i64]] zeroinitializer
+@given = internal global [{most} x [{cpu_words} x i64]] zeroinitializer
 ; Function that TVM's code calls for every parallel loop. TVM's runtime sets this pointer when it loads
 ; the code.
 @__TVMBackendParallelLaunch = external global ptr
@@ -339,19 +340,65 @@ ask:
   br i1 %told, label %pin, label %no
 pin:
   call void @pool_mark(ptr %only, i64 %at)
-  %failed = call i32 @pthread_setaffinity_np(i64 %self, i64 {cpu_bytes}, ptr %only)
-  %fine = icmp eq i32 %failed, 0
-  %result = zext i1 %fine to i32
+  %result = call i32 @pool_give(i64 0, i64 %self, ptr %only)
   ret i32 %result
 no:
   ret i32 0
 }}
 
-; Give this thread back the processors that it had: a worker, or the caller (0).
+; Change a thread's set of processors, of a worker or the caller (0). 1 if this was done.
+define i32 @pool_give(i64 %index, i64 %handle, ptr %set) {{
+entry:
+  %failed = call i32 @pthread_setaffinity_np(i64 %handle, i64 {cpu_bytes}, ptr %set)
+  %fine = icmp eq i32 %failed, 0
+  br i1 %fine, label %note, label %end
+note:
+  %value = load [{cpu_words} x i64], ptr %set
+  %given = getelementptr [{cpu_words} x i64], ptr @given, i64 %index
+  store [{cpu_words} x i64] %value, ptr %given
+  br label %end
+end:
+  %result = zext i1 %fine to i32
+  ret i32 %result
+}}
+
+; Whether a thread has the set that @pool_give gave it. Nobody else, such as taskset, has changed it.
+define i1 @pool_is_given(i64 %index, i64 %handle) {{
+entry:
+  %now = alloca [{cpu_words} x i64]
+  %refused = call i32 @pthread_getaffinity_np(i64 %handle, i64 {cpu_bytes}, ptr %now)
+  %told = icmp eq i32 %refused, 0
+  br i1 %told, label %compare, label %other
+compare:
+  %i = phi i64 [ 0, %entry ], [ %i_next, %compare ]
+  %difference = phi i64 [ 0, %entry ], [ %all, %compare ]
+  %place = getelementptr i64, ptr %now, i64 %i
+  %word = load i64, ptr %place
+  %given = getelementptr [{cpu_words} x i64], ptr @given, i64 %index, i64 %i
+  %given_word = load i64, ptr %given
+  %changed = xor i64 %word, %given_word
+  %all = or i64 %difference, %changed
+  %i_next = add i64 %i, 1
+  %again = icmp ult i64 %i_next, {cpu_words}
+  br i1 %again, label %compare, label %end
+end:
+  %same = icmp eq i64 %all, 0
+  ret i1 %same
+other:
+  ret i1 false
+}}
+
+; Give this thread, a worker or the caller (0), back the processors that it had.
 define void @pool_take_back(i64 %index) {{
+entry:
   %self = call i64 @pthread_self()
+  %same = call i1 @pool_is_given(i64 %index, i64 %self)
+  br i1 %same, label %return, label %end
+return:
   %allowed = getelementptr [{cpu_words} x i64], ptr @allowed, i64 %index
   call i32 @pthread_setaffinity_np(i64 %self, i64 {cpu_bytes}, ptr %allowed)
+  br label %end
+end:
   ret void
 }}
 
@@ -365,7 +412,12 @@ entry:
   %other_cores = alloca [{cpu_words} x i64]
   %binds = load i32, ptr @binds
   %may = icmp ne i32 %binds, 0
-  br i1 %may, label %begin, label %end
+  br i1 %may, label %ours, label %end
+ours:                                             ; after a fork a handle would stand for the caller
+  %process = load i32, ptr @process
+  %here = call i32 @getpid()
+  %same = icmp eq i32 %process, %here
+  br i1 %same, label %begin, label %end
 begin:
   store [{cpu_words} x i64] zeroinitializer, ptr %used
   store [{cpu_words} x i64] zeroinitializer, ptr %used_cores
@@ -399,15 +451,18 @@ decide:                                           ; it may have slept on since i
   %handle = load i64, ptr %place_of_handle
   %allowed = getelementptr [{cpu_words} x i64], ptr @allowed, i64 %index
   %fresh = icmp eq i64 %before_claim, %calm
-  br i1 %fresh, label %ask, label %exclude
+  br i1 %fresh, label %ask, label %recall
+recall:
+  %known_set = call i1 @pool_is_given(i64 %index, i64 %handle)
+  br i1 %known_set, label %exclude, label %ask
 ask:
   %refused = call i32 @pthread_getaffinity_np(i64 %handle, i64 {cpu_bytes}, ptr %allowed)
   %told = icmp eq i32 %refused, 0
   br i1 %told, label %exclude, label %release
 exclude:
-  %i = phi i64 [ 0, %ask ], [ 0, %decide ], [ %i_next, %exclude ]
-  %some = phi i64 [ 0, %ask ], [ 0, %decide ], [ %some_more, %exclude ]
-  %some_cores = phi i64 [ 0, %ask ], [ 0, %decide ], [ %some_more_cores, %exclude ]
+  %i = phi i64 [ 0, %ask ], [ 0, %recall ], [ %i_next, %exclude ]
+  %some = phi i64 [ 0, %ask ], [ 0, %recall ], [ %some_more, %exclude ]
+  %some_cores = phi i64 [ 0, %ask ], [ 0, %recall ], [ %some_more_cores, %exclude ]
   %from = getelementptr i64, ptr %allowed, i64 %i
   %all = load i64, ptr %from
   %taken_from = getelementptr i64, ptr %used, i64 %i
@@ -433,8 +488,8 @@ judge:
 move:
   %any_core = icmp ne i64 %some_more_cores, 0
   %set = select i1 %any_core, ptr %other_cores, ptr %others
-  %failed = call i32 @pthread_setaffinity_np(i64 %handle, i64 {cpu_bytes}, ptr %set)
-  %moved = icmp eq i32 %failed, 0
+  %gave = call i32 @pool_give(i64 %index, i64 %handle, ptr %set)
+  %moved = icmp ne i32 %gave, 0
   %outcome = select i1 %moved, i64 %done, i64 %before_claim
   br label %release
 release:
