@@ -11,7 +11,7 @@ from tvm import relax, te, tirx
 from tvm.ir import Call
 
 from relayquant.codegen.legalization.logical_and_bitwise import legalize_as_tvm
-from relayquant.ir.rewrite.expressions import shape_of, static_sizes
+from relayquant.ir.rewrite.expressions import same_extents, shape_of, static_sizes
 from relayquant.ir.rewrite.graph import tensor_shape
 
 
@@ -139,6 +139,9 @@ def legalize_scatter_elements(builder: relax.BlockBuilder, call: Call) -> Any:
         return te.compute([*index.shape, len(sizes)], read, name="places")
 
     places = builder.emit(builder.call_te(list_places, indices, primfunc_name_hint="places"))
+    if not same_extents(shape_of(updates), shape_of(indices)):
+        # Sizes of other names, which are compared when the module runs.
+        updates = builder.emit(relax.op.reshape(updates, indices.ty.shape))
     return relax.op.scatter_nd(data, places, updates, str(call.attrs.reduction))
 
 
