@@ -24,7 +24,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,8 @@ from relayquant.stages.compilation import compile as compile_module
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "docs/language.json", ROOT / "docs/speed.md"
 GROUP, WIDE_GROUP, BITS = 32, 128, 4
+#: What limits OpenVINO without AMX: to all other instructions. With a limit to VNNI it fails here.
+WITHOUT_TILES = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
 ROWS_OF_INTEGERS = QSpec("int8", Scheme.SYMMETRIC, Granularity.PER_ROW, is_dynamic=True)
 #: Bytes that one thread of "bandwidth" reads at once, and vectors that it adds side by side
 BLOCK, SUMS, LANES = 64 * 1024, 8, 16
@@ -379,7 +381,9 @@ def format_times(spec: Spec, times: Times) -> str:
 def format_memory(memory: Mapping[str, Mapping[str, int]]) -> str:
     """Most that our process had in memory, in MB; in brackets OpenVINO's, then ONNX Runtime's."""
     engines = ("relayquant", "openvino", "onnxruntime")
-    own, *rivals = (f"{memory[engine]['peak'] / 1e6:.0f}" for engine in engines)
+    own, *rivals = (
+        f"{memory[engine]['peak'] / 1e6:.0f}" if engine in memory else "-" for engine in engines
+    )
     return f"{own} ({', '.join(rivals)})"
 
 
@@ -416,6 +420,8 @@ def main() -> None:
     add_machine_option(parser)
     options = parser.parse_args()
     machine = choose_machine(parser, options)
+    if machine.environment:
+        machine = replace(machine, environment=WITHOUT_TILES)
     with ExitStack() as stack:
         folder = options.folder or stack.enter_context(open_temporary_folder())
         results = read_results(RESULTS)

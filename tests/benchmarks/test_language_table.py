@@ -49,6 +49,7 @@ def test_format_memory__most_of_each():
         for name, peak in (("onnxruntime", 400e6), ("relayquant", 207.4e6), ("openvino", 448e6))
     }
     assert language_table.format_memory(memory) == "207 (448, 400)"
+    assert language_table.format_memory({"relayquant": memory["relayquant"]}) == "207 (-, -)"
 
 
 def test_products__bytes_of_codes_and_scales():
