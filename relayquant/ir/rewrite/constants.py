@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -90,21 +89,21 @@ def share_constants(mod: tvm.IRModule) -> tvm.IRModule:
     Readers and stages that make constants end with this step. Rules compute a constant from a
     weight once for each use. Afterwards it is stored, saved and loaded once.
     """
+    alike: dict[tuple[str, bytes], list[GenericConst]] = {}
+    for func in list_functions(mod).values():
+        for constant in list_constants(func):
+            alike.setdefault(find_start(constant), []).append(constant)
     first: dict[tuple[str, bytes], GenericConst] = {}
-    functions = list_functions(mod).values()
-    starts = Counter(find_start(each) for func in functions for each in list_constants(func))
-    swapped = False
-
-    def share(constant: GenericConst) -> GenericConst:
-        nonlocal swapped
-        if constant_value(constant) is None or starts[find_start(constant)] < 2:
-            return constant
-        found = first.setdefault((str(constant.ty), hash_array(constant.value.numpy())), constant)
-        swapped = swapped or not found.same_as(constant)
-        return found
-
-    shared = map_functions(mod, lambda func: tvm_ffi.structural_map(func, (GenericConst, share)))
-    return shared if swapped else mod
+    swaps: dict[GenericConst, GenericConst] = {}
+    for (kind, _), constants in alike.items():
+        for constant in constants if len(constants) > 1 else ():
+            found = first.setdefault((kind, hash_array(constant.value.numpy())), constant)
+            if not found.same_as(constant):
+                swaps[constant] = found
+    if not swaps:
+        return mod
+    share = (GenericConst, lambda constant: swaps.get(constant, constant))
+    return map_functions(mod, lambda func: tvm_ffi.structural_map(func, share))
 
 
 def count_constant_bytes(mod: tvm.IRModule) -> int:
