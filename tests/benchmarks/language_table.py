@@ -24,7 +24,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "docs/language.json", ROOT / "docs/speed.md"
 GROUP, WIDE_GROUP, BITS = 32, 128, 4
 #: What limits OpenVINO without AMX: to all other instructions. With a limit to VNNI it fails here.
-WITHOUT_TILES = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
+WITHOUT_TILES = "AVX512_CORE_FP16"
 ROWS_OF_INTEGERS = QSpec("int8", Scheme.SYMMETRIC, Granularity.PER_ROW, is_dynamic=True)
 #: Bytes that one thread of "bandwidth" reads at once, and vectors that it adds side by side
 BLOCK, SUMS, LANES = 64 * 1024, 8, 16
@@ -419,9 +419,7 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true", help="measure nothing")
     add_machine_option(parser)
     options = parser.parse_args()
-    machine = choose_machine(parser, options)
-    if machine.environment:
-        machine = replace(machine, environment=WITHOUT_TILES)
+    machine = choose_machine(parser, options, WITHOUT_TILES)
     with ExitStack() as stack:
         folder = options.folder or stack.enter_context(open_temporary_folder())
         results = read_results(RESULTS)

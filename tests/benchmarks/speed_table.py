@@ -90,6 +90,8 @@ ROWS = {
 #: rows of README.md
 SHOWN = ("ResNet-50", "ResNet-18", "MobileNetV2", "SqueezeNet 1.1", "BERT, 3 layers", "ViT-tiny")
 BATCHES = 2
+#: name in oneDNN of the instructions up to those of AVX512-VNNI
+VNNI = "AVX512_CORE_VNNI"
 
 Times = Mapping[str, Latency]
 #: CPU -> {"versions": [...], "times": row -> threads -> candidate -> fields of Latency}
@@ -113,8 +115,8 @@ class Machine:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def machine_without_amx() -> Machine:
-    """This machine, as if its CPU ended with VNNI.
+def machine_without_amx(limit: str = VNNI) -> Machine:
+    """This machine, as if its CPU ended with VNNI. `limit` is what OpenVINO may use.
 
     ONNX Runtime has no limit of its own, so it keeps AMX.
     """
@@ -122,7 +124,7 @@ def machine_without_amx() -> Machine:
         f"{re.sub(' [+]amx-[^ )]+', '', name_cpu())}, without AMX",
         "without-amx",
         target_without_amx(host_config()),
-        {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
+        {"ONEDNN_MAX_CPU_ISA": limit},
     )
 
 
@@ -135,13 +137,15 @@ def add_machine_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def choose_machine(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Machine:
-    """The machine that the options ask for."""
+def choose_machine(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, limit: str = VNNI
+) -> Machine:
+    """The machine that the options ask for; without AMX, OpenVINO may use `limit`."""
     if not options.without_amx:
         return Machine(name_cpu())
     if "amx-tile" not in list_instructions(resolve_target()):
         parser.error(f"--without-amx: {name_cpu()} has no AMX. Leave the option out.")
-    return machine_without_amx()
+    return machine_without_amx(limit)
 
 
 def target_without_amx(config: Mapping[str, Any]) -> Target:
