@@ -266,7 +266,9 @@ def emit_shared_loop(extent: Expr, is_worth: Expr | bool, emit: Callable[[Expr],
 
 
 def emit_parts(total: int, size: int, emit: Callable[[Expr, int], None]) -> None:
-    """Call emit(number, length) for the parts of `total`: those of `size`, then a shorter last."""
+    """Emit the parts of `total` values with emit(number of the part, its length): a loop over all
+    parts of length `size`, then a shorter one for the rest, if there is any.
+    """
     whole, rest = divmod(total, size)
     if whole:
         with T.serial(whole) as number:

@@ -30,9 +30,9 @@
 ; processors, and to Linux they look busy. So caller and worker would share a processor beside an idle
 ; one. Before it wakes workers, the caller excludes its own processor and each other's from their sets
 ; (@pool_spread), and if enough are left, the other thread of each core (SMT). A worker that is awake
-; takes its whole set back. A caller that sleeps stays on its
-; processor (@pool_stay), because the worker that wakes it is on another. TVM_BIND_THREADS=0 turns this
-; off, as it keeps TVM's own threads free: where a filter of system calls ends the process for it.
+; takes its whole set back. A caller that sleeps stays on its processor (@pool_stay), because the worker
+; that wakes it is on another. Some filters of system calls end a process for this. TVM_BIND_THREADS=0
+; turns it off, as it does for TVM's own threads.
 
 %environment = type {{ ptr, i32 }}
 
