@@ -133,7 +133,7 @@ def add_machine_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--without-amx",
         action="store_true",
-        help="compile ours without AMX and limit OpenVINO to VNNI; a CPU of its own in the results",
+        help="compile ours without AMX, and keep it from OpenVINO; a CPU of its own in the results",
     )
 
 
