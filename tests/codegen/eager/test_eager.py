@@ -592,6 +592,13 @@ def resize_model():
     )
 
 
+def test_operator_that_reads_a_dtype__is_left_to_the_interpreter():
+    mod = build_model(lambda e, x: e("y", op.memory.view(x, dtype="int32")), (2, 3))
+    x = RNG.normal(size=(2, 3)).astype("float32")
+    (made,) = EagerModule(mod).run("main", [x])
+    np.testing.assert_array_equal(made, x.view("int32"))
+
+
 def test_operator_without_numpy_form__is_built_once_for_its_shapes(monkeypatch):
     mod = resize_model()
     module, x = EagerModule(mod), draw(mod)

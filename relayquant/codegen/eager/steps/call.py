@@ -112,12 +112,12 @@ class KnownAttributes:
 def find_operands(
     exprs: Sequence[relax.Expr], find_object: Callable[[relax.Var], relax.Var]
 ) -> list[Operand] | None:
-    """Return the operands of expressions. None if one depends on symbolic sizes."""
+    """Return the operands of expressions. None if one depends on symbolic sizes, or is a dtype."""
     found: list[Operand] = []
     for expr in exprs:
         if isinstance(expr, relax.Var) and not isinstance(expr.ty, PrimType):
             found.append(Variable(find_object(expr)))
-        elif isinstance(expr, GenericConst):
+        elif isinstance(expr, GenericConst) and isinstance(expr.ty, relax.TensorType):
             found.append(ConstantOperand(view_constant(expr.value)))
         elif isinstance(expr, tirx.IntImm | tirx.FloatImm):
             found.append(ConstantOperand(expr.value))
