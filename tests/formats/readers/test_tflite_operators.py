@@ -24,6 +24,8 @@ CASES = all_cases()
 KINDS = sorted({case.kind for case in CASES})
 #: Why an operand has to be constant.
 LATE = r"computed at run time; supported: constants|runtime|requires a constant|dynamic"
+#: Operators whose first operand is no data.
+SECOND = ("SPLIT", "TRANSPOSE_CONV", "CONV_3D_TRANSPOSE")
 #: Operators and types that are refused whatever is constant.
 REFUSED = {
     "WHERE": "as many rows as the run time finds",
@@ -47,7 +49,7 @@ def check_case(case: Case, constant: frozenset[int], path: Path) -> None:
     if mod is None:
         assert re.search(reason or LATE, message), label
         places = {at for at, each in enumerate(case.operands) if each is not None}
-        data = min(places - {0}, default=0) if case.kind in ("SPLIT", "TRANSPOSE_CONV") else 0
+        data = min(places - {0}, default=0) if case.kind in SECOND else 0
         assert reason or not constant >= places - {data}, label
         return
     assert reason is None, label
@@ -146,6 +148,21 @@ def test_tensors__of_the_same_name(tmp_path):
     made = reference.run(mod, [X])
     np.testing.assert_array_equal(made[0], -np.abs(X))
     np.testing.assert_array_equal(made[1], np.abs(X))
+
+
+@pytest.mark.parametrize("axis", [0, 3])
+def test_scale__of_one_channel_has_any_axis(tmp_path, axis):
+    """Of a depthwise weight of one channel, converters write the axis of the channels."""
+    tensors = [
+        Tensor("x", (1, 3, 3, 1), "int8", scale=(0.05, 3)),
+        Tensor("w", (1, 1, 1, 1), "int8", np.full((1, 1, 1, 1), 100), scale=(0.01, 0, axis)),
+        Tensor("y", (1, 3, 3, 1), "int8", scale=(0.05, 3)),
+    ]
+    fields = {"StrideH": 1, "StrideW": 1, "DepthMultiplier": 1}
+    call = Operator("DEPTHWISE_CONV_2D", ["x", "w"], ["y"], "DepthwiseConv2DOptions", fields)
+    x = np.arange(-9, 18, 3, dtype="int8").reshape(1, 3, 3, 1)
+    (made,) = reference.run(load(tmp_path, tensors, [call], ["x"], ["y"]), [x])
+    np.testing.assert_array_equal(made, x)
 
 
 def test_sizes__computed_in_the_file(tmp_path):

@@ -19,8 +19,8 @@ PLACE = 0x5A5A5A5A5A5A5A00
 @dataclass(frozen=True)
 class Tensor:
     """A tensor of a model: a constant if it has values, sparse if these are those of the rows and
-    columns that are not 0 (CSR): (row ends, columns). `scale` is (scale, zero point). Operators may
-    write a variable. A signature has -1 for sizes that the model leaves open.
+    columns that are not 0 (CSR): (row ends, columns). `scale` is (scale, zero point), maybe with an
+    axis. Operators may write a variable. A signature has -1 for sizes that the model leaves open.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Tensor:
     dtype: str = "float32"
     values: np.ndarray | None = None
     csr: tuple[Sequence[int], Sequence[int]] | None = None
-    scale: tuple[float, int] | None = None
+    scale: tuple[float, int] | tuple[float, int, int] | None = None
     variable: bool = False
     signature: Sequence[int] = ()
 
@@ -112,9 +112,10 @@ def write_model(
         both = make_tables(tflite.SparsityParametersStartDimMetadataVector, [rows, entries])
         return make_table("SparsityParameters", TraversalOrder=order, DimMetadata=both)
 
-    def make_scale(scale, zero_point):
+    def make_scale(scale, zero_point, axis=0):
         scales, zeros = make_numbers([scale], "float32"), make_numbers([zero_point], "int64")
-        return make_table("QuantizationParameters", Scale=scales, ZeroPoint=zeros)
+        parts = {"Scale": scales, "ZeroPoint": zeros, "QuantizedDimension": axis}
+        return make_table("QuantizationParameters", **parts)
 
     def make_field(value):
         if isinstance(value, str):

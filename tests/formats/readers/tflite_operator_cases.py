@@ -62,8 +62,9 @@ class Case:
         made = [np.asarray(each) for each in (made if isinstance(made, tuple | list) else [made])]
         if self.scales and self.scales[-1] is not None:
             scale, zero = self.scales[-1]
-            dtype = next(each.dtype for each in self.operands if each is not None)
-            dtype = dtype if dtype in ("int8", "uint8", "int16") else np.dtype("int8")
+            dtypes = [str(each.dtype) for each in self.operands if each is not None]
+            dtype = "int16" if "int16" in dtypes else dtypes[0]
+            dtype = np.dtype(dtype if dtype in ("int8", "uint8", "int16") else "int8")
             limits = np.iinfo(dtype)
             made = [
                 np.clip(np.rint(each / scale) + zero, limits.min, limits.max).astype(dtype)
@@ -1044,6 +1045,8 @@ def network_cases() -> Iterator[Case]:
         ((2, 1), VALID, (1, 7, 5, 4)),
         ((1, 1), SAME, (1, 3, 4, 4)),
         ((2, 3), VALID, (1, 7, 11, 4)),
+        ((5, 4), VALID, (1, 15, 15, 4)),
+        ((4, 3), SAME, (1, 10, 11, 4)),
     ):
         x = numbers(1, 3, 4, 2)
 
@@ -1091,18 +1094,17 @@ def network_cases() -> Iterator[Case]:
             "Conv3DOptions",
             fields,
         )
-        shape = (1, 3, 8, 5, 4) if padding == SAME else (1, 4, 8, 7, 4)
-        if padding == VALID:
-            shape = (1, 4, 8, 7, 4)
-        yield Case(
-            "CONV_3D_TRANSPOSE",
-            [ints(shape), numbers(2, 2, 3, 4, 2), volume, numbers(4)],
-            lambda s, w, x, b, p=padding, f=function: activate(
-                conv_transpose(x, np.moveaxis(w, 3, 0), b, s, (1, 2, 1), p), f
-            ),
-            "Conv3DOptions",
-            fields,
-        )
+        for height, stride in ((8, 2), (12, 3)):
+            shape = (1, 3, height, 5, 4) if padding == SAME else (1, 4, height, 7, 4)
+            yield Case(
+                "CONV_3D_TRANSPOSE",
+                [ints(shape), numbers(2, 2, 3, 4, 2), volume, numbers(4)],
+                lambda s, w, x, b, p=padding, f=function, h=stride: activate(
+                    conv_transpose(x, np.moveaxis(w, 3, 0), b, s, (1, h, 1), p), f
+                ),
+                "Conv3DOptions",
+                fields | {"StrideH": stride},
+            )
     for shape, keep in (((3, 5), False), ((2, 3, 5), True), ((2, 3, 5), False)):
         for bias in (None, numbers(4)):
             yield Case(
@@ -1404,11 +1406,36 @@ def quantized_cases() -> Iterator[Case]:
             )
 
 
+def product_cases() -> Iterator[Case]:
+    """Products of int16 by int8 with a bias of int64; transposed convolutions of integers."""
+    for case in network_cases():
+        is_spread = case.kind == "TRANSPOSE_CONV"
+        data, weight, bias = (2, 1, 3) if is_spread else (0, 1, 2)
+        shapes = [None if each is None else each.shape for each in case.operands]
+        if case.kind not in (*WEIGHTED, "TRANSPOSE_CONV") or not shapes[bias:] or not shapes[bias]:
+            continue
+        for dtype in ("int16", "int8") if is_spread else ("int16",):
+            is_wide = dtype == "int16"
+            first, last = ((1e-4, 0), (1e-3, 0)) if is_wide else ((0.05, 3), (0.15, -20))
+            low, limit = np.iinfo(dtype).min, np.iinfo(dtype).max
+            operands, scales = list(case.operands), [None] * len(shapes)
+            operands[data] = integers(*shapes[data], low=low, high=limit, dtype=dtype)
+            operands[weight] = integers(*shapes[weight], low=-127)
+            given = [-900_000, 70_000, 2**32 + 5] if is_wide else [100, -2000, 3]
+            sums = np.array(given, "int64" if is_wide else "int32")
+            operands[bias] = np.resize(sums, shapes[bias])
+            scales[data], scales[weight], scales[bias] = first, (0.01, 0), (first[0] * 0.01, 0)
+            has_type = is_wide and case.kind != "DEPTHWISE_CONV_2D"
+            fields = {**case.fields, **({"QuantizedBiasType": 4} if has_type else {})}
+            yield replace(case, operands=operands, scales=[*scales, last], fields=fields)
+
+
 WEIGHTED = frozenset({"CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED"})
 MOVED = frozenset(
     {
         "BATCH_TO_SPACE_ND", "CONCATENATION", "DEPTH_TO_SPACE", "EXPAND_DIMS", "GATHER",
-        "GATHER_ND", "MIRROR_PAD", "PACK", "PAD", "RESHAPE", "REVERSE_V2", "SELECT", "SELECT_V2",
+        "GATHER_ND", "MIRROR_PAD", "PACK", "PAD", "RESHAPE", "REVERSE_SEQUENCE", "REVERSE_V2",
+        "SELECT", "SELECT_V2",
         "SLICE", "SPACE_TO_BATCH_ND", "SPACE_TO_DEPTH", "SPLIT", "SPLIT_V", "SQUEEZE",
         "STRIDED_SLICE", "TILE", "TRANSPOSE", "UNPACK",
     }
@@ -1459,6 +1486,13 @@ def stored_cases() -> Iterator[Case]:
             scales=[first, None, last],
             is_stored=True,
         )
+    short = integers(2, 3, 4, low=-30000, high=30000, dtype="int16")
+    for kind in ("EQUAL", "GREATER", "GREATER_EQUAL", "LESS", "LESS_EQUAL"):
+        # (small enough scales: LiteRT's kernel of EQUAL multiplies them)
+        scales = [(5e-5, 0), (1e-4, 0), None]
+        halves = np.where(short % 2 == 0, short // 2, short + 1).astype("int16")
+        is_stored = kind != "EQUAL"
+        yield Case(kind, [short, halves], BINARY[kind], scales=scales, is_stored=is_stored)
     first, second, last = SCALES["int16"]
     yield Case(
         "CONCATENATION",
@@ -1477,5 +1511,6 @@ def stored_cases() -> Iterator[Case]:
 def all_cases() -> list[Case]:
     return [
         *unary_cases(), *binary_cases(), *reductions(), *shape_cases(), *network_cases(),
-        *stablehlo_cases(), *suppression_cases(), *quantized_cases(), *stored_cases(),
+        *stablehlo_cases(), *suppression_cases(), *quantized_cases(), *product_cases(),
+        *stored_cases(),
     ]  # fmt: skip

@@ -49,7 +49,6 @@ MOVED = frozenset(
         "PAD",
         "RESHAPE",
         "RESIZE_NEAREST_NEIGHBOR",
-        "REVERSE_SEQUENCE",
         "REVERSE_V2",
         "SELECT",
         "SELECT_V2",
@@ -102,6 +101,7 @@ STORED = frozenset(
         "NEG",
         "ONE_HOT",
         "RANK",
+        "REVERSE_SEQUENCE",
         "SCATTER_ND",
         "SHAPE",
         "SPARSE_TO_DENSE",
@@ -115,7 +115,8 @@ STORED = frozenset(
 
 #: Operators that compute with the real numbers that quantized integers stand for: all of them with
 #: 8 bits, most with 16.
-COMPARISONS = ("EQUAL", "GREATER", "GREATER_EQUAL", "LESS", "LESS_EQUAL", "NOT_EQUAL")
+ORDERS = ("GREATER", "GREATER_EQUAL", "LESS", "LESS_EQUAL")
+COMPARISONS = ("EQUAL", "NOT_EQUAL", *ORDERS)
 SCALED = frozenset(
     {
         *COMPARISONS,
@@ -236,7 +237,11 @@ class Converter(FRONTEND.OperatorConverter):
         parse it in each of about 15 calls, a third of the time that a model takes to read.
         """
         if index not in self.stored:
-            (self.stored[index],) = super().get_tensors([index])
+            (tensor,) = super().get_tensors([index])
+            # Of one scale, the axis means nothing; TVM takes some axes alone.
+            if tensor.qnn_params and not tensor.qnn_params["scale"].ty.ndim:
+                tensor.qnn_params["axis"] = 0
+            self.stored[index] = tensor
         return self.stored[index]
 
     def find_name(self, index: int) -> str:
@@ -288,6 +293,20 @@ class Converter(FRONTEND.OperatorConverter):
         if 0 not in shape:
             raise Refusal(f"its operand {name!r} is neither computed before nor constant")
         return np.zeros(shape, self.get_tensor_type_as_numpy(tensor_wrapper))
+
+    def dequantize(self, expr: relax.Expr, tensor: Any) -> relax.Expr:
+        """Return the numbers that integers stand for. Relax reads no int64, as biases of int16
+        products are.
+        """
+        if tensor_dtype(expr) != "int64":
+            return super().dequantize(expr, tensor)
+        array, limits = constant_value(expr), np.iinfo("int32")
+        if array is None:
+            raise NotConstant("int64 bias")
+        if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
+            scale = tensor.qnn_params["scale"].value.numpy().astype("float64")
+            return relax.const((array * scale).astype("float32"), "float32")
+        return super().dequantize(relax.const(array.astype("int32"), "int32"), tensor)
 
     # -- operators ---------------------------------------------------------------------------------
 
@@ -494,11 +513,14 @@ class Converter(FRONTEND.OperatorConverter):
         """Return whether an operator is converted as one of integers without a scale.
 
         With one scale, MAXIMUM and MINIMUM stay operators between dequantize and quantize, which
-        the stages know; PAD needs the zero point.
+        the stages know; PAD needs the zero point. Of int16, TFLite orders the integers, but EQUAL
+        and NOT_EQUAL compare what they stand for.
         """
         if kind in STORED or kind == "PAD":
             return kind in STORED
         operands = [t for t in self.get_input_tensors(op) if t.tensor_idx >= 0]
+        if kind in ORDERS:
+            return self.integer_types.get(operands[0].tensor.Type()) == "int16"
         results = self.get_output_tensors(op)
         scaled = [t for t in [*operands, *results] if t.qnn_params]
         is_short = [self.integer_types.get(t.tensor.Type()) == "int16" for t in results]

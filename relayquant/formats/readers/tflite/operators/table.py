@@ -48,8 +48,6 @@ from relayquant.formats.readers.tflite.operators.indexing import (
 from relayquant.formats.readers.tflite.operators.products import (
     convert_batch_matmul,
     convert_fully_connected,
-    convert_transpose_conv,
-    convert_transpose_conv_bias,
 )
 from relayquant.formats.readers.tflite.operators.shapes import (
     convert_batch_to_space,
@@ -69,6 +67,11 @@ from relayquant.formats.readers.tflite.operators.shapes import (
     convert_unpack,
 )
 from relayquant.formats.readers.tflite.operators.strided import convert_strided_slice
+from relayquant.formats.readers.tflite.operators.transposed import (
+    convert_conv3d_transpose,
+    convert_transpose_conv,
+    convert_transpose_conv_bias,
+)
 
 
 def refuse_where(converter: Any, op: Any) -> relax.Expr:
@@ -95,6 +98,7 @@ OPERATORS: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
     "BROADCAST_TO": convert_broadcast_to,
     "BUCKETIZE": convert_bucketize,
     "CAST": convert_cast,
+    "CONV_3D_TRANSPOSE": convert_conv3d_transpose,
     "CUMSUM": convert_cumsum,
     "DEQUANTIZE": convert_dequantize,
     "DYNAMIC_UPDATE_SLICE": convert_update,
