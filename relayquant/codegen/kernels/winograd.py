@@ -33,9 +33,11 @@ from relayquant.codegen.kernels.emit import (
     emit_prefetch,
     load_vector,
     loop_over,
+    split_index,
     store_vector,
 )
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
+from relayquant.codegen.kernels.unit_permission import count_threads
 
 #: Size of a tile of results, and of the input it is computed from, in pixels per direction.
 OUT, IN = 4, 6
@@ -101,10 +103,13 @@ class TileGrid:
         tile_bytes: Bytes of transformed activations and products of a tile.
         images: Least number of images.
         is_parallel: Whether threads share the work.
-        shares_inputs: Whether the parts of a chunk read the same transformed activations, as in
-            integer kernels, and in float kernels if the last-level cache is slow. Else each part
-            transforms again.
+        shares_inputs: Whether the parts of a chunk read the same transformed activations. Else each
+            part transforms again.
         fewest_tiles: Least number of tiles of a chunk, if the image has them.
+        chunk_bytes: Bytes of transformed activations and products in a chunk.
+        least_chunks: Least number of chunks of all images, if they have enough tiles.
+        splits_late: Whether chunks end anywhere in a row of tiles, and have parts only for the
+            threads without a chunk, which are counted at run time.
     """
 
     out_size: tuple[int, int]
@@ -114,6 +119,9 @@ class TileGrid:
     is_parallel: bool
     shares_inputs: bool = False
     fewest_tiles: int = 0
+    chunk_bytes: int = CHUNK_BYTES
+    least_chunks: int = LEAST_ITEMS
+    splits_late: bool = False
 
     @cached_property
     def tiles(self) -> tuple[int, int]:
@@ -122,32 +130,43 @@ class TileGrid:
         return ceil_div(rows, OUT), ceil_div(cols, OUT)
 
     @cached_property
+    def unit(self) -> int:
+        """Tiles that stay in one chunk: a row of them, or one."""
+        return 1 if self.splits_late else self.tiles[1]
+
+    @cached_property
+    def units(self) -> int:
+        """Units of tiles of an image."""
+        return prod(self.tiles) // self.unit
+
+    @cached_property
     def chunks(self) -> int:
-        """Chunks of the tile rows: one, or an even number, which two threads share."""
-        rows, cols = self.tiles
-        fewest_rows = ceil_div(self.fewest_tiles, cols)
-        count = ceil_div(rows, max(CHUNK_BYTES // (cols * self.tile_bytes), fewest_rows, 1))
-        if self.is_parallel and self.shares_inputs:
-            wanted = ceil_div(LEAST_ITEMS, self.images)
-            count = max(count, min(wanted, rows // max(ceil_div(LEAST_TILES, cols), fewest_rows)))
+        """Chunks of an image: one, or an even number, which two threads share."""
+        fewest = ceil_div(self.fewest_tiles, self.unit)
+        most = self.chunk_bytes // (self.unit * self.tile_bytes)
+        count = ceil_div(self.units, max(most, fewest, 1))
+        if self.is_parallel and (self.shares_inputs or self.splits_late):
+            wanted = ceil_div(self.least_chunks, self.images)
+            least = max(ceil_div(LEAST_TILES, self.unit), fewest)
+            count = max(count, min(wanted, self.units // least))
         elif self.is_parallel:
             parts = ceil_div(self.out_channels, PART_CHANNELS)
             count = max(count, ceil_div(LEAST_ITEMS, self.images * parts))
-        return min(count + count % 2, rows) if count > 1 else 1
+        return min(count + count % 2, self.units) if count > 1 else 1
 
     @cached_property
     def least_tiles(self) -> int:
         """Tiles of the smallest chunk."""
-        return self.tiles[0] // self.chunks * self.tiles[1]
+        return self.units // self.chunks * self.unit
 
     @cached_property
     def most_tiles(self) -> int:
         """Tiles of the largest chunk."""
-        return ceil_div(self.tiles[0], self.chunks) * self.tiles[1]
+        return ceil_div(self.units, self.chunks) * self.unit
 
     def count_parts(self, panels: int) -> int:
-        """Count the parts of `panels` panels, enough for threads that have no chunk."""
-        if not self.is_parallel:
+        """Count the parts of `panels` panels that are known now, for threads without a chunk."""
+        if not self.is_parallel or self.splits_late:
             return 1
         return min(max(LEAST_ITEMS // (self.images * self.chunks), 1), panels)
 
@@ -165,42 +184,39 @@ class TileGrid:
 
 @dataclass(frozen=True)
 class Share:
-    """One unit of work: rows of tiles of an image, for some panels."""
+    """One unit of work: `tiles` tiles of an image, for some panels."""
 
     grid: TileGrid
     image: Expr
-    first_row: Expr
-    rows: Expr
+    first: Expr  #: number of the first tile
+    tiles: Expr
     own: PanelRange
-
-    @property
-    def tiles(self) -> Expr:
-        """Number of tiles."""
-        return self.rows * self.grid.tiles[1]
 
     @contextmanager
     def loop_over_tiles(self) -> Iterator[TileResults]:
         """Loop over the tiles in order."""
-        cols = self.grid.tiles[1]
-        with T.grid(self.rows, cols) as (row, col):
-            yield self.grid.locate_results(self.image, self.first_row + row, col, row * cols + col)
+        with T.serial(self.tiles) as number:
+            row, col = split_index(self.first + number, self.grid.tiles)
+            yield self.grid.locate_results(self.image, row, col, number)
 
 
 @contextmanager
 def loop_over_shares(grid: TileGrid, batch: Any, panels: int) -> Iterator[Share]:
     """Loop over all chunks and parts of all images, on threads if they share the work."""
-    rows, parts = grid.tiles[0], grid.count_parts(panels)
-    counts = (batch, grid.chunks, parts)
-    if grid.shares_inputs:
-        # The chunks of a part follow each other, so one thread loads its weights from far memory
-        # only once.
-        counts = (batch, parts, grid.chunks)
-    with loop_over(counts, grid.is_parallel) as (n, *indices):
-        chunk, part = reversed(indices) if grid.shares_inputs else indices
-        first = T.bind(chunk * rows // grid.chunks)
-        count = T.bind((chunk + 1) * rows // grid.chunks - first)
+    chunks, parts = grid.chunks, grid.count_parts(panels)
+    if grid.splits_late and grid.is_parallel:
+        parts = T.bind(T.min(ceil_div(count_threads(), grid.images * chunks), panels))
+    with loop_over((batch * chunks * parts,), grid.is_parallel) as (index,):
+        if grid.shares_inputs:
+            # The chunks of a part follow each other, so one thread loads its weights from far
+            # memory only once.
+            n, part, chunk = split_index(index, (batch, parts, chunks))
+        else:  # the parts may be known only at run time
+            n, chunk = split_index(T.floordiv(index, parts), (batch, chunks))
+            part = T.floormod(index, parts)
+        starts = [T.bind((chunk + i) * grid.units // chunks * grid.unit) for i in range(2)]
         own = PanelRange(*[T.bind((part + i) * panels // parts) for i in range(2)])
-        yield Share(grid, n, first, count, own)
+        yield Share(grid, n, starts[0], T.bind(starts[1] - starts[0]), own)
 
 
 @dataclass(frozen=True)
@@ -270,7 +286,7 @@ def emit_shares(memory: TileMemory, steps: TileSteps, batch: Any, panels: int) -
         share = held.enter_context(loop_over_shares(grid, batch, panels))
         sums = allocate(POINTS * memory.sum_stride, memory.dtypes[1])
         if common is not None:
-            origin = T.bind(share.image * size + share.first_row * (cols * memory.channels[0]))
+            origin = T.bind(share.image * size + share.first * memory.channels[0])
             steps.multiply(common, origin, sums, share)
         else:
             inputs = allocate(size, memory.dtypes[0])

@@ -77,8 +77,8 @@ class WinogradTiming:
     #: bytes of weights that come from the last-level cache in one unit, if they are fetched ahead,
     #: beside what comes while products go on;
     #: and the share of the products' time that goes by while they are fetched
-    far_bytes: float = 2.4
-    overlap: float = 0.5
+    far_bytes: float = 2.5
+    overlap: float = 1.0
     #: most bytes of weights that stay in the second-level cache, next to other data, until the next
     #: chunk of an image reads them again. None: the last-level cache is fast enough
     near_weights: int | None = 512 * 1024

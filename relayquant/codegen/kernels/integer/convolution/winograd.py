@@ -19,10 +19,10 @@ the packed bias is 576 times as large, and is added to this element.
 So results are equal to the direct form, bit for bit. A product of int16 takes twice as long as one
 of bytes with VNNI: half of the time remains, plus the transforms; a quarter without VNNI.
 
-If the output channels of chunks are split into parts, B d B' of the whole image is computed first.
 Every chunk reads all weights, which have eight times the bytes of the direct form's. The tiles of a
-panel fetch the next panel. If the last-level cache is slow (`WinogradTiming.far_bytes`), chunks are
-larger than the weights.
+panel fetch the next panel. If the output channels of chunks are split into parts, B d B' of the
+whole image is computed first. If the last-level cache is slow (`WinogradTiming.near_weights`), B d
+B' stays in the cache of its thread: chunks are few and large, and their parts compute it again.
 
 Source of B and A: Lavin and Gray, see `kernels.winograd`. Rows of G are multiplied by 24, 24, 24,
 24, 24 and 12, columns of A by the remaining factors.
@@ -81,7 +81,9 @@ from relayquant.codegen.kernels.integer.specs import (
 )
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, Wrapping, emit_wrapping
 from relayquant.codegen.kernels.winograd import (
+    CHUNK_BYTES,
     IN,
+    LEAST_ITEMS,
     OUT,
     POINTS,
     PanelRange,
@@ -111,8 +113,11 @@ LARGEST_SUM = 2**25
 #: Largest size of the transformed weights, which have eight times the bytes. A last-level cache
 #: holds some weights of this size.
 MOST_WEIGHT_BYTES = 5 * 1024 * 1024
-#: Bytes of transformed activations and products of a chunk, by bytes of weights.
-CHUNK_PER_WEIGHTS = 1.5
+#: Least number of tiles of a chunk if weights come slowly from the last-level cache: their products
+#: take as long as the next panel takes to come, for any number of channels.
+FAR_TILES = 24
+#: Bytes of transformed activations and products of a chunk then, by bytes of weights, and at most.
+CHUNK_PER_WEIGHTS, MOST_CHUNK_BYTES = 1.5, 1400 * 1024
 #: Least number of parts of an image in few chunks, if it has enough channels. Narrower panels would
 #: make more of them, but multiply more slowly.
 LEAST_PARTS = 4
@@ -130,32 +135,24 @@ class WinogradPlan:
     @cached_property
     def grid(self) -> TileGrid:
         """The tiles, split into chunks and parts."""
-        spec = self.spec
-        tile_bytes = POINTS * (2 * spec.in_channels + 4 * spec.out_channels)
-        cost = spec.macs // 2 + STORE_COST * prod(spec.out_shape)
-        cost += WEIGHT_COST * POINTS * spec.in_channels * spec.out_channels
-        return TileGrid(
+        spec, near = self.spec, self.isa.timing.winograd.near_weights
+        weights = POINTS * spec.in_channels * spec.out_channels
+        cost = spec.macs // 2 + STORE_COST * prod(spec.out_shape) + WEIGHT_COST * weights
+        grid = TileGrid(
             spec.out_size,
             spec.out_channels,
-            tile_bytes,
+            POINTS * (2 * spec.in_channels + 4 * spec.out_channels),
             spec.batch,
             is_parallel=cost >= PARALLEL_THRESHOLD,
-            shares_inputs=True,
-            fewest_tiles=self.fewest_tiles,
+            shares_inputs=near is None,
         )
-
-    @cached_property
-    def fewest_tiles(self) -> int:
-        """Least number of tiles of a chunk.
-
-        If weights come slowly from the last-level cache, a chunk has more bytes than the weights:
-        then they are read once or twice, and products take longer than the next panel takes to
-        come.
-        """
-        if self.isa.timing.winograd.near_weights is None:
-            return 0
-        channels, outputs = self.spec.in_channels, self.spec.out_channels
-        return int(CHUNK_PER_WEIGHTS * 2 * channels * outputs / (2 * channels + 4 * outputs))
+        if near is None:
+            return grid
+        chunk = min(max(int(CHUNK_PER_WEIGHTS * 2 * weights), CHUNK_BYTES), MOST_CHUNK_BYTES)
+        least = 2 if 2 * weights > near else LEAST_ITEMS
+        return replace(
+            grid, fewest_tiles=FAR_TILES, chunk_bytes=chunk, least_chunks=least, splits_late=True
+        )
 
     @cached_property
     def parts(self) -> int:
@@ -164,13 +161,15 @@ class WinogradPlan:
 
     @cached_property
     def product(self) -> ConvPlan:
-        """The matrix product of one element. Its pixels are the tiles of the smallest chunk."""
-        tiles = self.grid.least_tiles
+        """The matrix product of one element. Its pixels are the tiles of a chunk."""
+        late, least = self.grid.splits_late, self.grid.least_tiles
+        tiles = self.grid.most_tiles if late else least
         channels = self.spec.in_channels, self.spec.out_channels
         stored, tile = Epilogue(Store.ACCUMULATOR, "int32"), self.spec.tile
         spec = Conv2d(1, 1, tiles, *channels, (1, 1), in_dtype="int16", epilogue=stored, tile=tile)
         isa = self.isa.for_activations("int16").for_wrapping_sums()
-        if self.fewest_tiles and self.grid.is_parallel:  # parts for the threads that have no chunk
+        isa = replace(isa, max_pixels=min(isa.max_pixels, least))
+        if late and self.grid.is_parallel:  # parts for the threads that have no chunk
             vectors = ceil_div(self.spec.out_channels, isa.lanes)
             most = vectors * self.spec.batch * self.grid.chunks // LEAST_PARTS
             isa = replace(isa, max_blocks=max(min(isa.max_blocks, most), 1))
