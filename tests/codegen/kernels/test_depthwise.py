@@ -17,7 +17,7 @@ from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Slop
 from relayquant.codegen.kernels.integer.specs import Conv2d
 from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA
 from relayquant.codegen.kernels.isa.base import PORTABLE
-from relayquant.codegen.kernels.isa.timing import ZEN5
+from relayquant.codegen.kernels.isa.timing import COMMON, ZEN4, ZEN5
 from relayquant.codegen.kernels.isa.x86 import VNNI512, X86_ISAS
 
 
@@ -121,10 +121,12 @@ def test_build_depthwise__equals_numpy(isa, case):
 
 
 @pytest.mark.sample(4)
+@pytest.mark.parametrize("timing", [COMMON, ZEN4, ZEN5], ids=["common", "zen4", "zen5"])
 @pytest.mark.parametrize("case", [case for case in CASES if has_blocks(CASES[case])])
-def test_build_depthwise__rows_stored_after_the_products_of_the_next(case):
-    assert DepthwisePlan(CASES[case], ON_ZEN5).is_delayed
-    check_conv2d(CASES[case], ON_ZEN5, runnable_target(VNNI512))
+def test_build_depthwise__rows_stored_after_the_products_of_the_next(case, timing):
+    isa = VNNI512.with_timing(timing)
+    assert DepthwisePlan(CASES[case], isa).is_delayed == (timing is not ZEN4)
+    check_conv2d(CASES[case], isa, runnable_target(VNNI512))
 
 
 @pytest.mark.parametrize("isa", [*X86_ISAS, PORTABLE, NEON, SDOT, SMMLA], ids=lambda isa: isa.name)

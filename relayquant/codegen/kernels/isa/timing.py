@@ -47,11 +47,13 @@ class TileTiming:
     #: of one vector of results that is stored as packed bytes, for the numbers of blocks of tiles
     #: that may be stored so
     narrow_store: tuple[tuple[int, float], ...] = ((1, 6.0), (2, 5.5), (4, 4.75))
-    #: most words of a sum whose results are stored between or behind the products of the next tile,
-    #: and the time of one vector, as in `narrow_store`. A core that begins the next tile early
-    #: enough by itself gains nothing, and longer sums gain less than larger tiles do
+    #: most words of a sum whose results are stored between the products of the next tile, and the
+    #: time of one vector, as in `narrow_store`. A core that begins the next tile early enough by
+    #: itself gains nothing, and longer sums gain less than larger tiles do
     delayed_words: int = 0
     delayed_store: tuple[tuple[int, float], ...] = ()
+    #: whether the results of a depthwise row are stored behind the products of the next row
+    delays_rows: bool = True
     ahead: int = 32
     behind: float = 0.0
 
@@ -171,6 +173,7 @@ ZEN4 = Timing(
         dots_in_flight=6,
         plain_store=3.4,
         narrow_store=((1, 3.0), (2, 2.8), (4, 2.2)),
+        delays_rows=False,
         ahead=8,
         behind=1.0,
     ),

@@ -122,8 +122,11 @@ class DepthwisePlan:
 
     @cached_property
     def is_delayed(self) -> bool:
-        """Whether the results of a row of a block are stored after the products of the next."""
-        return self.spec.kernel[1] * self.words <= self.isa.timing.tiles.delayed_words
+        """Whether the results of a row of a block are stored after the products of the next.
+
+        Products of several instructions leave no registers for these results.
+        """
+        return self.isa.timing.tiles.delays_rows and self.isa.is_fused
 
     @cached_property
     def is_narrow(self) -> bool:
