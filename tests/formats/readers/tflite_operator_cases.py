@@ -775,6 +775,19 @@ def stablehlo_cases() -> Iterator[Case]:
             "StablehloCompareOptions",
             {"ComparisonDirection": direction},
         )
+    yield Case(
+        "STABLEHLO_GATHER",
+        [X, ints([[1], [5], [0], [-2]])],
+        lambda x, i: x[:, np.clip(i[:, 0], 0, 2)],
+        "StablehloGatherOptions",
+        {
+            "OffsetDims": ints([0, 2], **wide),
+            "CollapsedSliceDims": ints([1], **wide),
+            "StartIndexMap": ints([1], **wide),
+            "IndexVectorDim": 1,
+            "SliceSizes": ints([2, 1, 4], **wide),
+        },
+    )
     begin = [ints(1), ints(1), ints(2)]
     yield Case(
         "STABLEHLO_DYNAMIC_SLICE",

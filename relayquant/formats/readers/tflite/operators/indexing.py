@@ -60,6 +60,21 @@ def convert_gather_nd(converter: Any, op: Any) -> relax.Expr:
     return relax.op.gather_nd(data, converter.bb.emit(relax.op.astype(index, "int64")))
 
 
+def convert_stablehlo_gather(converter: Any, op: Any) -> relax.Expr:
+    """Convert STABLEHLO_GATHER. A start outside of the axis moves to its nearest end; to TVM, it
+    is an error.
+    """
+    data, index = converter.get_input_tensors(op)
+    axes = np.atleast_1d(read_options(op, "StablehloGatherOptions").StartIndexMapAsNumpy())
+    value, emit = converter.get_tensor_expr(index), converter.bb.emit
+    dtype, shape = tensor_dtype(value), find_shape(converter.get_tensor_expr(data))
+    last = [shape[axis] - 1 for axis in axes.tolist()]
+    value = emit(relax.op.maximum(value, relax.const(0, dtype)))
+    value = emit(relax.op.minimum(value, relax.const(np.array(last, dtype), dtype)))
+    with converter.replaced(index, value):
+        return converter._convert_stablehlo_gather(op)
+
+
 def convert_scatter_nd(converter: Any, op: Any) -> relax.Expr:
     """Convert SCATTER_ND(indices, updates, shape). Rows for the same place are added up."""
     index, updates = operands(converter, op)[:2]

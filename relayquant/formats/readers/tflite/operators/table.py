@@ -43,6 +43,7 @@ from relayquant.formats.readers.tflite.operators.indexing import (
     convert_scatter_nd,
     convert_segments,
     convert_sparse_to_dense,
+    convert_stablehlo_gather,
     convert_update,
 )
 from relayquant.formats.readers.tflite.operators.products import (
@@ -149,6 +150,7 @@ OPERATORS: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
     "SPLIT": convert_split,
     "SPLIT_V": convert_split_v,
     "SQUEEZE": convert_squeeze,
+    "STABLEHLO_GATHER": convert_stablehlo_gather,
     "STRIDED_SLICE": convert_strided_slice,
     "TOPK_V2": convert_topk,
     "TRANSPOSE_CONV": convert_transpose_conv,
