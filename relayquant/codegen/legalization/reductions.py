@@ -58,9 +58,11 @@ def search_extreme(x: Any, axes: Sequence[int], is_highest: bool, dtype: str) ->
 
     TVM begins at place -1 with the lowest number and keeps this place if no value is higher: among
     uint8 that are all 0, the maximum was at -1. Here the search begins at place 0. If no value is
-    higher than the lowest number, all of them are equal to it, and the first one is right.
+    higher than the lowest number, all of them are equal to it, and the first one is right. NaN is
+    further than all numbers, as in numpy.
     """
     starts = find_limits(str(x.dtype))
+    asked = "float64" if str(x.dtype) == "float64" else "float32"
     along = {axis: te.reduce_axis((0, x.shape[axis]), name=f"k{axis}") for axis in axes}
     place: Any = tirx.const(0, dtype)
     for axis, k in along.items():
@@ -68,7 +70,12 @@ def search_extreme(x: Any, axes: Sequence[int], is_highest: bool, dtype: str) ->
 
     def combine(left: Any, right: Any) -> Any:
         is_further = left[1] > right[1] if is_highest else left[1] < right[1]
-        is_first = tirx.any(is_further, tirx.all(left[1] == right[1], left[0] < right[0]))
+        is_equal = left[1] == right[1]
+        if "float" in str(x.dtype):
+            odd = [tirx.isnan(tirx.Cast(asked, each[1])) for each in (left, right)]
+            is_further = tirx.any(is_further, tirx.all(odd[0], tirx.Not(odd[1])))
+            is_equal = tirx.any(is_equal, tirx.all(*odd))
+        is_first = tirx.any(is_further, tirx.all(is_equal, left[0] < right[0]))
         return tirx.Select(is_first, left[0], right[0]), tirx.Select(is_further, left[1], right[1])
 
     def begin(of_place: Any, of_value: Any) -> Any:

@@ -127,9 +127,9 @@ LIMITS = {
     "int8": [-128, 127],
     "int64": [-(2**63), 2**63 - 1],
     "bool": [False, True],
-    "float16": [-np.inf, -65504, 65504, np.inf],
-    "float32": [-np.inf, -3.4028235e38, 3.4028235e38, np.inf],
-    "float64": [-np.inf, -1.7976931348623157e308, np.inf],
+    "float16": [-np.inf, -65504, 65504, np.inf, np.nan],
+    "float32": [-np.inf, -3.4028235e38, 3.4028235e38, np.inf, np.nan],
+    "float64": [-np.inf, -1.7976931348623157e308, np.inf, np.nan],
 }
 
 
