@@ -20,6 +20,7 @@ from relayquant.codegen.legalization.bounds import ASKED, BOUNDS
 from relayquant.codegen.legalization.divisions import DIVISION_LEGALIZATIONS
 from relayquant.codegen.legalization.indexing import INDEXING_LEGALIZATIONS
 from relayquant.codegen.legalization.logical_and_bitwise import BITS, legalize_as_tvm
+from relayquant.codegen.legalization.pools import POOL_LEGALIZATIONS
 from relayquant.codegen.legalization.powers import legalize_power
 from relayquant.codegen.legalization.reductions import REDUCTION_LEGALIZATIONS
 from relayquant.codegen.legalization.resizing import RESIZING_LEGALIZATIONS
@@ -263,6 +264,7 @@ LEGALIZATIONS = {
     **BITS,
     **BOUNDS,
     **DIVISION_LEGALIZATIONS,
+    **POOL_LEGALIZATIONS,
     **REDUCTION_LEGALIZATIONS,
     **dict.fromkeys(AVERAGES, legalize_as_declared),
     **dict.fromkeys(("relax.sign", "relax.negative"), legalize_sign),
