@@ -38,17 +38,17 @@ INTERNALS = {
         "ExprTable OperatorConverter from_tflite get_tensor_name"
     ),
     "tvm.relax.frontend.tflite.tflite_frontend.OperatorConverter": (
-        "_SUPPORTED_QUANTIZED_OPS _convert_reduce _convert_reduce_bool _get_relax_tensor_dtype "
-        "_get_relax_tensor_shape _get_segment_scatter_base "
+        "_SUPPORTED_QUANTIZED_OPS _convert_reduce _convert_reduce_bool _convert_stablehlo_gather "
+        "_get_relax_tensor_dtype _get_relax_tensor_shape _get_segment_scatter_base "
         "_get_tensor_param _get_tensor_shape_tuple _get_var_handle_resource_key "
         "activation_fn_type bb check_unsupported_ops conversion_state convert_fill "
         "convert_fully_connected convert_fused_activation_function convert_map "
         "convert_mirror_pad convert_nms_v4 convert_nms_v5 convert_op_to_relax convert_reshape "
-        "convert_resize_nearest_neighbor convert_softmax convert_transpose_conv dequantize "
+        "convert_resize_nearest_neighbor convert_softmax dequantize "
         "exp_tab get_expr get_input_tensors get_op_code_str get_output_tensors "
-        "get_prefetched_node get_tensor_expr get_tensor_type_as_numpy get_tensor_type_str "
-        "get_tensor_value get_tensors has_expr has_same_qnn_params is_prefetched model quantize "
-        "resource_handles subgraph"
+        "get_prefetched_node get_tensor_expr get_tensor_shape get_tensor_type_as_numpy "
+        "get_tensor_type_str get_tensor_value get_tensors has_expr has_same_qnn_params "
+        "is_prefetched model quantize resource_handles subgraph"
     ),
     "tvm.relax.frontend.torch.exported_program_translator": "ExportedProgramImporter",
     "tvm.relax.frontend.torch.exported_program_translator.ExportedProgramImporter": (
