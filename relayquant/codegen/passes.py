@@ -37,6 +37,7 @@ from relayquant.codegen.schedule.fusion import KEEP_APART, SIZES_FIRST
 from relayquant.codegen.schedule.memory import PLAN_MEMORY
 from relayquant.codegen.schedule.periods import create_hiding_pass
 from relayquant.codegen.schedule.reduction_init import create_reduction_init_pass
+from relayquant.codegen.schedule.reshapes import REWRITE_RESHAPES
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
 from relayquant.codegen.schedule.vector_math import create_math_pass
 from relayquant.codegen.schedule.wrapping import create_wrapping_pass
@@ -118,7 +119,7 @@ def make_lowering(target: Target, check_shapes: tvm.transform.Pass) -> tvm.trans
             create_reduction_init_pass(),
             create_math_pass(target),
             create_wrapping_pass(target),
-            relax.transform.RewriteDataflowReshape(),
+            REWRITE_RESHAPES,
             create_flattening_pass(),
             create_hiding_pass(target),
             relax.transform.ToNonDataflow(),
