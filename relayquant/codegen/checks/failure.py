@@ -5,6 +5,7 @@ The operator is the first one that cannot be compiled alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -47,6 +48,9 @@ def explain_failure(
                     f"{last_line(alone)}. Give the model larger inputs, or pad them in it.",
                     code="RQ206",
                 )
+            # An error of relayquant says what to do. Its type is lost in TVM.
+            if own := re.fullmatch(r"(?:\w+: )?(.*) \[RQ206\]", last_line(alone)):
+                return ModelError(f"value {name!r}: {own[1]}", code="RQ206")
             dtypes = ", ".join(filter(None, map(tensor_dtype, call.args)))
             unsized = describe_size([*call.args, call])
             advice = (

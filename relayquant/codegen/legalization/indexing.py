@@ -11,8 +11,9 @@ from tvm import relax, te, tirx
 from tvm.ir import Call
 
 from relayquant.codegen.legalization.logical_and_bitwise import legalize_as_tvm
+from relayquant.errors import ModelError
 from relayquant.ir.rewrite.expressions import same_extents, shape_of, static_sizes
-from relayquant.ir.rewrite.graph import tensor_shape
+from relayquant.ir.rewrite.graph import call_name, tensor_shape
 
 
 def legalize_pad(builder: relax.BlockBuilder, call: Call) -> Any:
@@ -121,6 +122,9 @@ def bound_first(find_extents: Callable[[Call], Sequence[Any]]) -> Callable[..., 
 def legalize_scatter_elements(builder: relax.BlockBuilder, call: Call) -> Any:
     """Legalize scatter_elements(x, i, updates) also for indices that are fewer than x along another
     axis. TVM would count their places by the sizes of x.
+
+    Raises:
+        ModelError: such indices with the reduction "mean", which TVM has for the others alone.
     """
     data, indices, updates = call.args
     sizes, counts = tensor_shape(data), tensor_shape(indices)
@@ -128,6 +132,13 @@ def legalize_scatter_elements(builder: relax.BlockBuilder, call: Call) -> Any:
     others = [at for at in range(data.ty.ndim) if at != axis]
     if sizes is None or counts is None or all(sizes[at] == counts[at] for at in others):
         return bound_first(find_axis)(builder, call)
+    if str(call.attrs.reduction) == "mean":
+        raise ModelError(
+            f"Operator {call_name(call)} with the reduction 'mean' has indices of shape {counts} "
+            f"for data of shape {sizes}; allowed: the same sizes along all axes but {axis}. "
+            "Scatter the sums and the counts with 'add', and divide them.",
+            code="RQ206",
+        )
 
     def list_places(index: te.Tensor) -> Any:
         def read(*at: Any) -> Any:

@@ -378,6 +378,27 @@ def test_scatter_elements__of_fewer_indices_than_data(axis, reduction):
     )  # fmt: skip
 
 
+def scatter_means(data, indices, updates):
+    return run_compiled(
+        lambda x, i, u: relax.op.scatter_elements(x, i, u, 0, "mean"), data, indices, updates
+    )
+
+
+def test_scatter_elements__mean_is_of_two_values_at_a_time():
+    """As TVM's: the mean of an element and the first value, then of this mean and the next one."""
+    rng = np.random.default_rng(0)
+    data, updates = (rng.standard_normal(size).astype("float32") for size in ((2, 3), (4, 3)))
+    indices = rng.integers(0, 2, (4, 3))
+    expected = data.copy()
+    for row, column in np.ndindex(4, 3):
+        place = indices[row, column], column
+        expected[place] = (expected[place] + updates[row, column]) / 2
+    for found in scatter_means(data, indices, updates):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    with pytest.raises(rq.ModelError, match=r"the sums and the counts with 'add', .* \[RQ206\]$"):
+        scatter_means(data, np.ascontiguousarray(indices[:, :2]), updates[:, :2].copy())
+
+
 def test_batch_norm__of_an_axis_counted_from_the_end():
     """TVM's loop nest, which takes its statistics from the batch, knows no axis -1."""
     data = np.random.default_rng(0).normal(1, 2, (5, 3, 4)).astype("float32")
