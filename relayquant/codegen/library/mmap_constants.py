@@ -37,9 +37,9 @@ from relayquant.codegen.kernels.expansion import Expanded
 from relayquant.codegen.kernels.isa.emitted import list_missing_instructions
 from relayquant.codegen.kernels.isa.select import describe_products
 from relayquant.codegen.kernels.isa.target import (
-    ARCHITECTURES_64,
     Architecture,
     find_architecture,
+    may_use_system,
     read_cpu,
     read_triple,
     resolve_target,
@@ -177,10 +177,7 @@ def can_map(mod: tvm.IRModule, target: Target) -> bool:
     Libraries that are linked statically cannot, since the constants of a second module would have
     the same names.
     """
-    if not can_describe(mod, target):
-        return False
-    architecture, *system = read_triple(target).split("-")
-    return architecture in ARCHITECTURES_64 and "linux" in system
+    return may_use_system(target, mod)
 
 
 def find_large_constants(mod: tvm.IRModule) -> dict[int, Large]:

@@ -29,7 +29,6 @@ class KernelContext:
     isa: Isa
     shuffle: ByteShuffle | None = None  #: byte lookup instruction, if there is one
     choose_schedule: ChooseSchedule = keep_estimate  #: chooses how a convolution is computed
-    counts_threads: bool = False  #: whether kernels can ask how many threads there are
 
     def next(self, var: relax.Var, *ops: str) -> relax.Var | None:
         """Return the only reader of `var` if it is one of these operators."""

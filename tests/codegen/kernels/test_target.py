@@ -343,6 +343,32 @@ def test_compile__sums_stay_in_registers(cpu):
 
 
 @pytest.mark.parametrize(
+    ("triple", "calls"),
+    [
+        ("x86_64-linux-gnu", {"sched_getaffinity", "getenv", "fopen"}),
+        ("x86_64-pc-windows-msvc", set()),
+        ("x86_64-apple-darwin", set()),
+        ("i686-linux-gnu", set()),
+    ],
+)
+def test_compile__functions_of_linux_are_called_there_alone(triple, calls):
+    """Of a 3x3 convolution that is transformed, and of one with its pool, which count threads."""
+
+    def build(emit, x):
+        y = emit("wide", relax.op.nn.conv2d(x, emit.constant(128, 128, 3, 3), padding=1))
+        z = emit("few", relax.op.nn.conv2d(x, emit.constant(16, 128, 3, 3), padding=1))
+        pooled = emit("pooled", relax.op.nn.max_pool2d(emit("r", relax.op.nn.relu(z)), (2, 2)))
+        return relax.Tuple([y, pooled])
+
+    mod = build_model(build, (1, 128, 28, 28))
+    data = draw_batches(mod, 1)
+    qmod = rq.quantize(mod, None, data, effort="fast", guard=rq.config.Guard.OFF)
+    (library,) = rq.compile(qmod, f"llvm -mtriple={triple} -mcpu=icelake-server").mod.imports
+    found = set(re.findall(r"^declare .*@(\w+)\(", library.inspect_source("ll"), re.MULTILINE))
+    assert found & {"sched_getaffinity", "getenv", "fopen"} == calls
+
+
+@pytest.mark.parametrize(
     "config",
     [
         {"kind": "llvm"},

@@ -10,11 +10,10 @@ from relayquant.codegen.kernels.isa.arm_bf16 import BFMMLA
 from relayquant.codegen.kernels.isa.base import PORTABLE, Isa, IsaT
 from relayquant.codegen.kernels.isa.bf16 import TILES_BF16, VECTORS_BF16, Bf16Isa
 from relayquant.codegen.kernels.isa.target import (
-    ARCHITECTURES_64,
     Architecture,
     find_architecture,
     has_feature,
-    read_triple,
+    is_linux_64,
 )
 from relayquant.codegen.kernels.isa.timing import BF16_TIMINGS, TIMINGS, Timings
 from relayquant.codegen.kernels.isa.x86 import X86_ISAS
@@ -50,10 +49,8 @@ def has_isa(isa: Isa | ByteShuffle, target: Target) -> bool:
     `isa` must be of the target's architecture: 32-bit and 64-bit Arm both have "neon". Code that
     uses a matrix unit asks 64-bit Linux for it.
     """
-    if isinstance(isa, Isa) and isa.unit is not None:
-        architecture, *system = read_triple(target).split("-")
-        if architecture not in ARCHITECTURES_64 or "linux" not in system:
-            return False
+    if isinstance(isa, Isa) and isa.unit is not None and not is_linux_64(target):
+        return False
     return all(has_feature(feature, target) for feature in isa.features)
 
 

@@ -342,12 +342,20 @@ def read_triple(target: Target) -> str:
 
 
 def may_use_system(target: Target, mod: tvm.IRModule) -> bool:
-    """Whether kernels may call functions of Linux. A module with a system_lib_prefix may become a
-    library for a machine without an operating system.
+    """Whether kernels may call functions of Linux: on 64-bit x86 and Arm. A module with a
+    system_lib_prefix may become a library for a machine without an operating system.
     """
     if target.kind.name != "llvm" or "system_lib_prefix" in (mod.attrs or {}):
         return False
-    return "linux" in read_triple(target).split("-")[1:]
+    return is_linux_64(target)
+
+
+def is_linux_64(target: Target) -> bool:
+    """Whether an LLVM target is 64-bit x86 or Arm with Linux, for which functions in LLVM's
+    language are written.
+    """
+    architecture, *system = read_triple(target).split("-")
+    return architecture in ARCHITECTURES_64 and "linux" in system
 
 
 def read_cpu(target: Target) -> str:

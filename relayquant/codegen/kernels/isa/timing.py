@@ -120,6 +120,8 @@ class Timing:
     grouped: GroupedTiming = GroupedTiming()
     #: whether a vector of products of pairs of bfloat16 takes no longer than one of float32
     has_fast_pairs: bool = False
+    #: whether kernels of the module can ask the system how many threads there are
+    counts_threads: bool = True
 
     def for_constants(self, size: int) -> Timing:
         """Return the timing for kernels of a module with constants of `size` bytes."""

@@ -245,7 +245,7 @@ def find_pool(
 ) -> tuple[relax.Var, PooledConv2d] | None:
     """Find the maximum pool that is the only reader of a convolution, if one kernel does both."""
     pool = context.next(chain.vars[-1], "relax.nn.max_pool2d")
-    if not context.counts_threads or pool is None or not reads_nhwc(context.call(pool)):
+    if not isa.timing.counts_threads or pool is None or not reads_nhwc(context.call(pool)):
         return None
     if chain.multiplier is None or (chain.multiplier < 0).any():
         return None

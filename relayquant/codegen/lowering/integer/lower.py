@@ -9,6 +9,7 @@ computes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import tvm
 from tvm.target import Target
@@ -42,21 +43,19 @@ def lower_integer(
     """
     if target.kind.name != "llvm" or not has_integer_main(mod):
         return mod
-    isa, shuffle = time_module(select_isa(target), mod), select_shuffle(target)
-    return call_kernels(
-        mod,
-        isa,
-        shuffle,
-        choose_schedule=choose_schedule,
-        counts_threads=may_use_system(target, mod),
-    )
+    isa, shuffle = time_module(target, mod), select_shuffle(target)
+    return call_kernels(mod, isa, shuffle, choose_schedule=choose_schedule)
 
 
-def time_module(isa: Isa, mod: tvm.IRModule) -> Isa:
-    """Return the instruction set with its timing for as many bytes of constants as a module has."""
-    if isa.timing.winograd.last_bytes is None:
-        return isa
-    return isa.with_timing(isa.timing.for_constants(count_constant_bytes(mod)))
+def time_module(target: Target, mod: tvm.IRModule) -> Isa:
+    """Return the target's instruction set with its timing for a module: for its bytes of constants,
+    and for what its kernels may ask the system.
+    """
+    isa = select_isa(target)
+    timing = replace(isa.timing, counts_threads=may_use_system(target, mod))
+    if timing.winograd.last_bytes is not None:
+        timing = timing.for_constants(count_constant_bytes(mod))
+    return isa if timing == isa.timing else isa.with_timing(timing)
 
 
 def has_integer_main(mod: tvm.IRModule) -> bool:
@@ -73,13 +72,12 @@ def call_kernels(
     shuffle: ByteShuffle | None = None,
     rules: Sequence[IntegerRule] = KERNEL_RULES,
     choose_schedule: ChooseSchedule = keep_estimate,
-    counts_threads: bool = False,
 ) -> tvm.IRModule:
     """Replace every chain that a rule takes by one `call_tir`."""
     graph = Graph(mod)
 
     def make_context(block: BlockView) -> KernelContext:
-        return KernelContext(graph, block, isa, shuffle, choose_schedule, counts_threads)
+        return KernelContext(graph, block, isa, shuffle, choose_schedule)
 
     def share(calls: list[Lowered], _: BlockView) -> list[Lowered]:
         # Only products take long to compile. The others are faster if LLVM knows the numbers.

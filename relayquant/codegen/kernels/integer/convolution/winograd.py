@@ -21,8 +21,9 @@ of bytes with VNNI: half of the time remains, plus the transforms; a quarter wit
 
 Every chunk reads all weights, which have eight times the bytes of the direct form's. The tiles of a
 panel fetch the next panel. If the output channels of chunks are split into parts, B d B' of the
-whole image is computed first. If the last-level cache is slow (`WinogradTiming.near_weights`), B d
-B' stays in the cache of its thread: chunks are few and large, and their parts compute it again.
+whole image is computed first. If the last-level cache is slow (`WinogradTiming.near_weights`),
+chunks are few and large. B d B' then stays in the cache of its thread, and parts compute it again,
+where kernels can ask how many threads there are.
 
 Source of B and A: Lavin and Gray, see `kernels.winograd`. Rows of G are multiplied by 24, 24, 24,
 24, 24 and 12, columns of A by the remaining factors.
@@ -135,7 +136,9 @@ class WinogradPlan:
     @cached_property
     def grid(self) -> TileGrid:
         """The tiles, split into chunks and parts."""
-        spec, near = self.spec, self.isa.timing.winograd.near_weights
+        spec, timing = self.spec, self.isa.timing
+        near = timing.winograd.near_weights
+        is_late = near is not None and timing.counts_threads
         weights = POINTS * spec.in_channels * spec.out_channels
         cost = spec.macs // 2 + STORE_COST * prod(spec.out_shape) + WEIGHT_COST * weights
         grid = TileGrid(
@@ -144,15 +147,14 @@ class WinogradPlan:
             POINTS * (2 * spec.in_channels + 4 * spec.out_channels),
             spec.batch,
             is_parallel=cost >= PARALLEL_THRESHOLD,
-            shares_inputs=near is None,
+            shares_inputs=not is_late,
+            splits_late=is_late,
         )
         if near is None:
             return grid
         chunk = min(max(int(CHUNK_PER_WEIGHTS * 2 * weights), CHUNK_BYTES), MOST_CHUNK_BYTES)
         least = 2 if 2 * weights > near else LEAST_ITEMS
-        return replace(
-            grid, fewest_tiles=FAR_TILES, chunk_bytes=chunk, least_chunks=least, splits_late=True
-        )
+        return replace(grid, fewest_tiles=FAR_TILES, chunk_bytes=chunk, least_chunks=least)
 
     @cached_property
     def parts(self) -> int:
@@ -162,16 +164,16 @@ class WinogradPlan:
     @cached_property
     def product(self) -> ConvPlan:
         """The matrix product of one element. Its pixels are the tiles of a chunk."""
-        late, least = self.grid.splits_late, self.grid.least_tiles
-        tiles = self.grid.most_tiles if late else least
+        grid, least = self.grid, self.grid.least_tiles
+        tiles = grid.most_tiles if grid.splits_late else least
         channels = self.spec.in_channels, self.spec.out_channels
         stored, tile = Epilogue(Store.ACCUMULATOR, "int32"), self.spec.tile
         spec = Conv2d(1, 1, tiles, *channels, (1, 1), in_dtype="int16", epilogue=stored, tile=tile)
         isa = self.isa.for_activations("int16").for_wrapping_sums()
         isa = replace(isa, max_pixels=min(isa.max_pixels, least))
-        if late and self.grid.is_parallel:  # parts for the threads that have no chunk
+        if grid.fewest_tiles and grid.is_parallel:  # parts for the threads that have no chunk
             vectors = ceil_div(self.spec.out_channels, isa.lanes)
-            most = vectors * self.spec.batch * self.grid.chunks // LEAST_PARTS
+            most = vectors * self.spec.batch * grid.chunks // LEAST_PARTS
             isa = replace(isa, max_blocks=max(min(isa.max_blocks, most), 1))
         return ConvPlan(spec, isa)
 
