@@ -11,7 +11,12 @@ from tvm import relax
 from relayquant.formats.readers.fourier import emit_transform
 from relayquant.formats.readers.indices import take_largest
 from relayquant.formats.readers.refusal import Refusal
-from relayquant.formats.readers.tflite.operators.reading import operands, read_constant
+from relayquant.formats.readers.tflite.operators.reading import (
+    operands,
+    read_constant,
+    read_real,
+    store_real,
+)
 from relayquant.formats.readers.tflite.options import read_options
 from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_dtype
 
@@ -21,13 +26,9 @@ def convert_softmax(converter: Any, op: Any) -> relax.Expr:
     beta = read_options(op, "SoftmaxOptions").Beta()
     if beta == 1:
         return converter.convert_softmax(op)
-    (data,), (result,) = converter.get_input_tensors(op), converter.get_output_tensors(op)
-    value = converter.get_tensor_expr(data)
-    if data.qnn_params:
-        value = converter.dequantize(value, data)
+    value = read_real(converter, *converter.get_input_tensors(op))
     value = relax.op.multiply(value, relax.const(beta, "float32"))
-    value = relax.op.nn.softmax(value, axis=-1)
-    return converter.quantize(value, result) if result.qnn_params else value
+    return store_real(converter, op, relax.op.nn.softmax(value, axis=-1))
 
 
 def convert_gelu(converter: Any, op: Any) -> relax.Expr:

@@ -7,7 +7,12 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from relayquant.formats.readers.tflite.operators.reading import find_shape, read_constant
+from relayquant.formats.readers.tflite.operators.reading import (
+    find_shape,
+    read_constant,
+    read_real,
+    store_real,
+)
 from relayquant.formats.readers.tflite.options import read_options
 from relayquant.ir.rewrite.graph import tensor_dtype
 
@@ -37,14 +42,11 @@ def convert_resize_bilinear(converter: Any, op: Any) -> relax.Expr:
     sizes = read_constant(converter, op, 1).tolist()
     if 1 not in sizes or not read_options(op, "ResizeBilinearOptions").AlignCorners():
         return converter.convert_resize_bilinear(op)
-    (data, _), (result,) = converter.get_input_tensors(op), converter.get_output_tensors(op)
-    value, emit = converter.get_tensor_expr(data), converter.bb.emit
-    if data.qnn_params:
-        value = emit(converter.dequantize(value, data))
+    value, emit = read_real(converter, converter.get_input_tensors(op)[0]), converter.bb.emit
     wide = tuple(max(2, size) for size in sizes)
     value = emit(relax.op.image.resize2d(value, wide, None, "NHWC", "linear", "align_corners", ""))
     value = emit(relax.op.strided_slice(value, [1, 2], [0, 0], sizes))
-    return converter.quantize(value, result) if result.qnn_params else value
+    return store_real(converter, op, value)
 
 
 def convert_suppression(converter: Any, op: Any) -> relax.Expr:

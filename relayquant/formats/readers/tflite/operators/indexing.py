@@ -27,6 +27,13 @@ def check_indices(index: relax.Expr, sizes: Sequence[int]) -> None:
         raise Refusal(f"its indices are {array.min()} to {array.max()}, for axes of {list(sizes)}")
 
 
+def clamp_starts(converter: Any, starts: relax.Expr, last: Sequence[int]) -> relax.Expr:
+    """Move starts along the axes of their last axis into 0 to `last`."""
+    dtype, emit = tensor_dtype(starts), converter.bb.emit
+    starts = emit(relax.op.maximum(starts, relax.const(0, dtype)))
+    return emit(relax.op.minimum(starts, relax.const(np.array(last, dtype), dtype)))
+
+
 def convert_gather(converter: Any, op: Any) -> relax.Expr:
     """Convert GATHER(x, indices) along an axis, after the batch axes that both have.
 
@@ -66,12 +73,9 @@ def convert_stablehlo_gather(converter: Any, op: Any) -> relax.Expr:
     """
     data, index = converter.get_input_tensors(op)
     axes = np.atleast_1d(read_options(op, "StablehloGatherOptions").StartIndexMapAsNumpy())
-    value, emit = converter.get_tensor_expr(index), converter.bb.emit
-    dtype, shape = tensor_dtype(value), find_shape(converter.get_tensor_expr(data))
+    value, shape = converter.get_tensor_expr(index), find_shape(converter.get_tensor_expr(data))
     last = [shape[axis] - 1 for axis in axes.tolist()]
-    value = emit(relax.op.maximum(value, relax.const(0, dtype)))
-    value = emit(relax.op.minimum(value, relax.const(np.array(last, dtype), dtype)))
-    with converter.replaced(index, value):
+    with converter.replaced(index, clamp_starts(converter, value, last)):
         return converter._convert_stablehlo_gather(op)
 
 
@@ -134,9 +138,7 @@ def convert_update(converter: Any, op: Any) -> relax.Expr:
         raise Refusal(
             f"its update has shape {sizes}; supported: up to {shape}, the shape of its operand"
         )
-    place = bb.emit(relax.op.astype(start, "int64"))
-    place = bb.emit(relax.op.maximum(place, relax.const(0, "int64")))
-    place = bb.emit(relax.op.minimum(place, relax.const(last.astype("int64"), "int64")))
+    place = clamp_starts(converter, bb.emit(relax.op.astype(start, "int64")), last)
     grid = np.moveaxis(np.indices(sizes, "int64"), 0, -1)
     index = bb.emit(relax.op.add(relax.const(grid, "int64"), place))
     return relax.op.scatter_nd(data, index, update, "update")

@@ -1,4 +1,4 @@
-"""TensorFlow Lite reader: operands of an operator, their constants and shapes."""
+"""TensorFlow Lite reader: operands and result of an operator, their constants and shapes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,18 @@ from relayquant.ir.rewrite.graph import tensor_shape
 def operands(converter: Any, op: Any) -> list[relax.Expr]:
     """Return all operands of an operator."""
     return [converter.get_tensor_expr(tensor) for tensor in converter.get_input_tensors(op)]
+
+
+def read_real(converter: Any, tensor: Any) -> relax.Expr:
+    """Return the numbers that a tensor stands for: dequantized if it has a scale."""
+    value = converter.get_tensor_expr(tensor)
+    return converter.bb.emit(converter.dequantize(value, tensor)) if tensor.qnn_params else value
+
+
+def store_real(converter: Any, op: Any, value: relax.Expr) -> relax.Expr:
+    """Return the numbers as the only result of an operator: quantized if it has a scale."""
+    (result,) = converter.get_output_tensors(op)
+    return converter.quantize(value, result) if result.qnn_params else value
 
 
 def read_constant(converter: Any, op: Any, at: int) -> np.ndarray:

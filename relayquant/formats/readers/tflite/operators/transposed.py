@@ -11,7 +11,13 @@ import numpy as np
 from tvm import relax
 
 from relayquant.formats.readers.refusal import Refusal
-from relayquant.formats.readers.tflite.operators.reading import find_shape, operands, read_constant
+from relayquant.formats.readers.tflite.operators.reading import (
+    find_shape,
+    operands,
+    read_constant,
+    read_real,
+    store_real,
+)
 from relayquant.formats.readers.tflite.options import read_options
 from relayquant.ir.rewrite.graph import constant_value
 
@@ -49,7 +55,7 @@ def place_window(
     return SpreadAxis(stride, (cut // 2, cut - cut // 2), max(0, added), dilation)
 
 
-def spread(
+def convolve_transposed(
     converter: Any, data: relax.Expr, weight: relax.Expr, windows: Sequence[SpreadAxis]
 ) -> relax.Expr:
     """Return the transposed convolution. The weight is IOHW (images) or DHWOI (volumes)."""
@@ -88,7 +94,8 @@ def convert_transpose_conv(converter: Any, op: Any) -> relax.Expr:
     strides = (options.StrideH(), options.StrideW())
     kernel = [int(n) for n in converter.get_tensor_shape(weight)[1:3]]
     windows = place_windows(converter, op, kernel, strides, options.Padding())
-    return finish(converter, op, spread(converter, real(converter, data), turned, windows), options)
+    value = convolve_transposed(converter, read_real(converter, data), turned, windows)
+    return finish_product(converter, op, value, options)
 
 
 def convert_conv3d_transpose(converter: Any, op: Any) -> relax.Expr:
@@ -100,7 +107,8 @@ def convert_conv3d_transpose(converter: Any, op: Any) -> relax.Expr:
     strides = (options.StrideD(), options.StrideH(), options.StrideW())
     dilation = (options.DilationDFactor(), options.DilationHFactor(), options.DilationWFactor())
     windows = place_windows(converter, op, kernel, strides, options.Padding(), dilation)
-    return finish(converter, op, spread(converter, data, weight, windows), options)
+    value = convolve_transposed(converter, data, weight, windows)
+    return finish_product(converter, op, value, options)
 
 
 def place_windows(
@@ -124,21 +132,14 @@ def place_windows(
     ]
 
 
-def real(converter: Any, tensor: Any) -> relax.Expr:
-    """Return the numbers that a tensor stands for."""
-    value = converter.get_tensor_expr(tensor)
-    return converter.bb.emit(converter.dequantize(value, tensor)) if tensor.qnn_params else value
-
-
-def finish(converter: Any, op: Any, value: relax.Expr, options: Any) -> relax.Expr:
+def finish_product(converter: Any, op: Any, value: relax.Expr, options: Any) -> relax.Expr:
     """Add the bias, operand 3, if there is one, and apply the fused activation."""
     bias = [tensor for tensor in converter.get_input_tensors(op)[3:] if tensor.tensor_idx >= 0]
     if bias:
-        value = converter.bb.emit(relax.op.add(value, real(converter, bias[0])))
+        value = converter.bb.emit(relax.op.add(value, read_real(converter, bias[0])))
     function = options.FusedActivationFunction()
     value = converter.convert_fused_activation_function(value, function)
-    (result,) = converter.get_output_tensors(op)
-    return converter.quantize(value, result) if result.qnn_params else value
+    return store_real(converter, op, value)
 
 
 def convert_transpose_conv_bias(converter: Any, op: Any) -> relax.Expr:
@@ -161,4 +162,4 @@ def convert_transpose_conv_bias(converter: Any, op: Any) -> relax.Expr:
         cut = max(0, kernel - (size - 1) % stride - 1) if padding == 1 else 0
         windows.append(SpreadAxis(stride, (cut // 2, cut - cut // 2)))
     turned = converter.bb.emit(relax.op.permute_dims(weight, [3, 0, 1, 2]))
-    return relax.op.add(spread(converter, data, turned, windows), bias)
+    return relax.op.add(convolve_transposed(converter, data, turned, windows), bias)
