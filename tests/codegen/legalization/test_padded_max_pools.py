@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from compiled_call import build_call
-from tvm import relax
+from tvm import relax, tirx
 
 import relayquant as rq
 
@@ -37,3 +37,21 @@ def test_max_pool__of_minus_infinity_alone(dtype, layout, is_ceil):
     )
     for found in (rq.Executor(rq.compile(mod)).run("main", [data]), rq.reference.run(mod, [data])):
         np.testing.assert_array_equal(found[0], want, strict=True)
+
+
+@pytest.mark.parametrize("size", [4, "w"])
+def test_max_pool__leaves_out_a_window_that_begins_in_the_padding(size):
+    """As in PyTorch: with ceil_mode, 4 elements have one window of 2 with stride 4, 5 have two."""
+    builder = relax.BlockBuilder()
+    width = tirx.Var("w", "int64") if size == "w" else size
+    x = relax.Var("x", relax.TensorType((1, 1, width), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            made = builder.emit_output(relax.op.nn.max_pool1d(x, 2, 4, ceil_mode=True))
+        builder.emit_func_output(made)
+    machine = rq.Executor(rq.compile(builder.get()))
+    for count, want in {4: [1.0], 5: [1.0, 4.0]}.items():
+        if size in ("w", count):
+            data = np.arange(count, dtype="float32").reshape(1, 1, count)
+            (found,) = machine.run("main", [data])
+            np.testing.assert_array_equal(np.asarray(found)[0, 0], want)
