@@ -14,7 +14,7 @@ from relayquant.codegen.checks.shape_rules import describe_misfit
 from relayquant.codegen.checks.shapes import create_shape_checks, find_shape_checks
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
 from relayquant.codegen.kernels.isa.select import select_bf16
-from relayquant.codegen.legalization.table import LEGALIZATIONS
+from relayquant.codegen.legalization.declared import list_legalizations
 from relayquant.codegen.lowering.attention import lower_attention
 from relayquant.codegen.lowering.floating.lower import lower_float
 from relayquant.codegen.lowering.grouped import lower_grouped
@@ -109,7 +109,7 @@ def make_lowering(target: Target, check_shapes: tvm.transform.Pass) -> tvm.trans
             # sort, topk and cumulative sums, which have no legalization
             relax.backend.DispatchSortScan(),
             relax.backend.DispatchSampling(),
-            relax.transform.LegalizeOps(LEGALIZATIONS),
+            relax.transform.LegalizeOps(list_legalizations()),
             relax.transform.AnnotateTIROpPattern(),
             KEEP_APART,
             relax.transform.FuseOps(),
