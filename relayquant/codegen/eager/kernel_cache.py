@@ -25,7 +25,7 @@ from relayquant.codegen.eager.kernel_files import KernelFiles, open_kernel_files
 from relayquant.codegen.kernels.emit import IS_SCHEDULED
 from relayquant.codegen.kernels.floating.tile import FloatIsa, choose_float_isa
 from relayquant.codegen.kernels.isa.target import host_config, resolve_target
-from relayquant.codegen.library.host_functions import lower_prescheduled
+from relayquant.codegen.library.host_functions import NEEDLESS_PASSES, disable_passes
 
 #: Steps pass valid arguments. Checking each argument again would be half of a kernel's code.
 CONFIG = {"tirx.disable_assert": True}
@@ -126,7 +126,7 @@ def host_kernels() -> KernelCache:
 def compile_kernel(key: KernelKey, isa: FloatIsa, target: Target) -> Any:
     """Compile a module of one kernel, with serial loops."""
     func = make_serial(key.make(key.spec, isa, NAME)).with_attr(IS_SCHEDULED, True)
-    with tvm.transform.PassContext(config=CONFIG), lower_prescheduled():
+    with tvm.transform.PassContext(config=CONFIG), disable_passes(NEEDLESS_PASSES):
         return tvm.tirx.build(tvm.IRModule({NAME: func}), target)
 
 

@@ -5,7 +5,7 @@ This is TVM's own pipeline without passes and argument checks that kernels do no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,6 +26,10 @@ IS_INNER = "relayquant.is_inner"
 #: Name of the pipeline. TVM accepts a pipeline of kernels only by name.
 KERNEL_PIPELINE = "relayquant"
 
+#: TVM's search for common subexpressions. LLVM does the same, and for all types: TVM names a
+#: product of floats that depends on a symbolic size, and fails at a later pass on this name.
+SUBEXPRESSIONS = "tirx.CommonSubexprElim"
+
 #: Passes that change nothing in kernels whose loops, vectors and buffers are written out. Without
 #: these passes a kernel is lowered in two thirds of the time and is as fast.
 NEEDLESS_PASSES = (
@@ -35,7 +39,7 @@ NEEDLESS_PASSES = (
     "s_tir.LoopPartition",
     "s_tir.RenormalizeSplitPattern",
     "tirx.RemoveNoOp",
-    "tirx.CommonSubexprElim",
+    SUBEXPRESSIONS,
 )
 
 
@@ -70,9 +74,10 @@ def lower_kernels(mod: tvm.IRModule, default: tvm.transform.Pass) -> tvm.IRModul
     turned = {gv: turn_positions(func) for gv, func in mod.functions.items()}
     mod = take_functions(mod, turned)
     scheduled, others = split_functions(mod, lambda func: MACS_ATTR in (func.attrs or {}))
-    with lower_prescheduled():
+    with disable_passes(NEEDLESS_PASSES):
         lowered = dict(default(take_functions(mod, scheduled)).functions)
-    lowered.update(default(take_functions(mod, others)).functions)
+    with disable_passes([SUBEXPRESSIONS]):
+        lowered.update(default(take_functions(mod, others)).functions)
     inner, outer = split_functions(
         take_functions(mod, lowered), lambda func: IS_INNER in (func.attrs or {})
     )
@@ -99,13 +104,13 @@ def drop_entry(func: BaseFunc) -> BaseFunc:
     return func.without_attr("tirx.is_entry_func")
 
 
-def lower_prescheduled() -> AbstractContextManager[PassContext]:
-    """Make a pass context without `NEEDLESS_PASSES`. All else is as in the current context."""
+def disable_passes(names: Iterable[str]) -> AbstractContextManager[PassContext]:
+    """Make a pass context without some passes. All else is as in the current context."""
     current = PassContext.current()
     return PassContext(
         opt_level=current.opt_level,
         required_pass=list(current.required_pass),
-        disabled_pass=[*current.disabled_pass, *NEEDLESS_PASSES],
+        disabled_pass=[*current.disabled_pass, *names],
         instruments=list(current.instruments),
         config=dict(current.config),
     )

@@ -217,3 +217,20 @@ def read_in_both(emit, x):
 def test_transpose_of_resize__others_stay(body) -> None:
     mod = build_model(body, (1, 8, 8, 8))
     tvm.ir.assert_structural_equal(apply_rules(mod, TRANSPOSE_RULES), mod)
+
+
+@pytest.mark.parametrize("mode", ["half_pixel", "pytorch_half_pixel", "asymmetric"])
+def test_resize__of_symbolic_sizes_is_that_of_the_evaluator(mode):
+    """TVM did not compile positions that are products by a quotient of symbolic sizes."""
+    scales = np.array([1, 1, 2, 3], "float32")
+    node = helper.make_node(
+        "Resize", ["x", "", "scales"], ["y"], mode="linear", coordinate_transformation_mode=mode
+    )
+    shapes = {"x": (1, 3, "h", "w")}, {"y": (1, 3, "h2", "w3")}
+    model = make_onnx([node], *shapes, {"scales": scales}, 18)
+    machine = Executor(rq.compile(rq.load(model)))
+    for size in ((5, 7), (1, 4)):
+        x = np.random.default_rng(0).standard_normal((1, 3, *size)).astype("float32")
+        (want,) = ReferenceEvaluator(model).run(None, {"x": x})
+        (found,) = machine.run("main", [x])
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
