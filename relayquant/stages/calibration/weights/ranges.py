@@ -43,6 +43,9 @@ CACHED = 1 << 15
 #: number of levels up to which a quantizer's error is computed level by level, not value by value
 MOST_LEVELS = 1 << 12
 
+#: Bins per level of the full range. A search clips up to a 128th of it, where a level has two.
+BINS = 1 << 8
+
 #: minimum values, and minimum rows, of an array that determine which rows are drawn
 SEED_VALUES, SEED_ROWS = 1 << 11, 4
 
@@ -338,12 +341,13 @@ def search_relative_range(
     if channels is None:
         channels = np.full(rows.shape[0], rows.shape[1])
     flat = rows.reshape(-1)
-    order = order_values(flat)
+    order = order_values(flat) if isinstance(curve, ValueCurve) else None
     exact = rows if curve is None else curve(rows, order)
     results = exact.astype("float32", copy=False)
     factors, unit = np.zeros(rows.shape, "float32"), max(-low, high, 0.0) ** 2
-    for count in np.unique(channels):
-        part = channels == count
+    counts = np.unique(channels)
+    for count in counts:
+        part = slice(None) if len(counts) == 1 else channels == count
         weights = [np.asarray(a, "float64") for a in importance if len(a) == count]
         found = relative_weights(results[part, :count], weights or [np.ones(count)])
         # Any unit is correct. This one keeps float32 from overflowing if values are tiny.
@@ -352,8 +356,10 @@ def search_relative_range(
         factors *= np.square(curve.find_slopes(rows))
         curve = None
     factors = factors.reshape(-1)
-    is_narrow = spec.limits[1] - spec.limits[0] < MOST_LEVELS
-    sums = RunningSums.of(flat, factors, order, curve, exact.reshape(-1)) if is_narrow else None
+    sums, levels = None, spec.limits[1] - spec.limits[0] + 1
+    if levels <= MOST_LEVELS:
+        used, bins = slice(None) if order is None else order, levels * BINS
+        sums = BinnedSums.of(flat[used], factors[used], bins, curve, exact.reshape(-1)[used])
 
     def errors(lows: Float64Array, highs: Float64Array) -> Float64Array:
         if sums is not None:
@@ -386,18 +392,22 @@ def relative_weights(rows: NDArray[np.float32], importance: Sequence[Float64Arra
 
 
 @dataclass(frozen=True, eq=False)
-class RunningSums:
-    """Weighted values in rising order, float64 (n,), and running sums over them.
+class BinnedSums:
+    """Sums over weighted values in bins of equal width, and over all bins before each edge.
 
-    With weight w of value x and y = curve(x), or x without a curve, `sums` (3, n + 1) are the sums
-    of w, w * y and w * y^2 over the values before each index. All values of one level are
-    consecutive. So the error of a quantizer takes one step per level, for any number of values.
-    `ends` are the smallest and the largest y: results of levels stay within them, as the result is
-    quantized, too. A logarithm is infinite at level 0, but its integers are not.
+    With weight w of value x and y = curve(x), or x without a curve, `sums` (2, bins + 1) are the
+    sums of w and w * y over the values before each edge, and `square` is the sum of w * y^2 over
+    all values. The error of a quantizer then takes one step per level, for any number of values.
+    The bound between two levels counts as the nearest edge: the values between both are about as
+    far from one level as from the other. `ends` are the smallest and the largest y: results of
+    levels stay within them, as the result is quantized, too. A logarithm is infinite at level 0,
+    but its integers are not.
     """
 
-    values: Float64Array
+    start: float
+    width: float
     sums: Float64Array
+    square: float
     curve: ValueCurve | None = None
     ends: tuple[float, float] = (-math.inf, math.inf)
 
@@ -405,25 +415,27 @@ class RunningSums:
     def of(
         values: NDArray[np.float32],
         weights: NDArray[np.float32],
-        order: NDArray[np.int64],
+        bins: int,
         curve: ValueCurve | None = None,
-        results: NDArray | None = None,
-    ) -> RunningSums:
-        """Make the sums from values and weights (n,), the `order` of the values (see
-        `order_values`), and the curve's `results` if they are known. Zeros are left out: every
-        quantizer keeps them exact.
+        results: Float64Array | None = None,
+    ) -> BinnedSums:
+        """Make the sums from values and weights (n,), and the curve's `results` if they are
+        known.
         """
-        x, term = values[order].astype("float64"), weights[order].astype("float64")
-        y = x
-        if curve is not None:
-            y = curve(x) if results is None else results[order]
-        sums = np.zeros((3, x.size + 1))
-        for row in sums:
-            np.cumsum(term, out=row[1:])
-            term *= y
+        y = values if curve is None else curve(values) if results is None else results
+        start, end = (float(x) for x in (values.min(initial=0), values.max(initial=0)))
+        width = (end - start) / bins or 1e-60  # narrower than any level if all values are 0
+        place = np.subtract(values, start, dtype="float64")
+        place *= 1 / width
+        index = np.minimum(place.astype("int64"), bins - 1)
+        term = np.multiply(weights, y, dtype="float64")
+        sums = np.zeros((2, bins + 1))
+        for row, each in zip(sums, (weights, term), strict=True):
+            np.cumsum(np.bincount(index, each, bins), out=row[1:])
+        square = float(np.dot(term, y))
         if curve is None or not y.size:
-            return RunningSums(x, sums, curve)
-        return RunningSums(x, sums, curve, (float(y.min()), float(y.max())))
+            return BinnedSums(start, width, sums, square)
+        return BinnedSums(start, width, sums, square, curve, (float(y.min()), float(y.max())))
 
     def errors(self, qparams: QParams, spec: QSpec) -> Float64Array:
         """Return the sum of weights * (value - quantized value)^2 for each of K parameters, (K,);
@@ -434,13 +446,14 @@ class RunningSums:
         levels = np.arange(low, high + 1) - qparams.zero_point[:, None]
         real = (levels.astype("float32") * scale).astype("float64")
         between = (levels[:, :-1] + 0.5) * scale.astype("float64")
+        last = self.sums.shape[1] - 1
         at = np.zeros((len(levels), levels.shape[1] + 1), "int64")
-        at[:, 1:-1] = np.searchsorted(self.values, between)
-        at[:, -1] = self.values.size
-        weight, first, second = np.diff(self.sums.take(at, axis=1), axis=2)
+        at[:, 1:-1] = np.rint((between - self.start) / self.width).clip(0, last)
+        at[:, -1] = last
+        weight, first = np.diff(self.sums.take(at, axis=1), axis=2)
         if self.curve is not None:
             real = np.where(weight > 0, self.curve(real).clip(*self.ends), 0)
-        return (second + real * (real * weight - 2 * first)).sum(axis=1)
+        return self.square + (real * (real * weight - 2 * first)).sum(axis=1)
 
 
 def order_values(values: NDArray[np.float32]) -> NDArray[np.int64]:
