@@ -110,6 +110,18 @@ def test_stft__steps(step, size):
     check(node, draw(2, size, 1), weights, 17)
 
 
+@pytest.mark.parametrize("shape", [(2, 31), (2, "L"), ("N", "L")])
+def test_stft__of_a_signal_without_an_axis_of_parts(shape):
+    """As exporters of feature extractors write it, and ONNX Runtime reads it."""
+    node = helper.make_node("STFT", ["x", "step", "w"], ["y"])
+    weights = {"step": np.array(3), "w": np.hanning(8).astype("float32")}
+    model, x = make_model([node], {"x": list(shape)}, weights=weights, opset=17), draw(2, 31)
+    (found,) = run_imported(import_onnx(model)[0], {"x": x})
+    frames = np.lib.stride_tricks.sliding_window_view(x, 8, axis=1)[:, ::3]
+    expected = np.fft.rfft(frames * weights["w"])
+    np.testing.assert_allclose(found[..., 0] + 1j * found[..., 1], expected, rtol=1e-4, atol=2e-5)
+
+
 def test_stft__of_known_length_is_written_in_relay():
     node = helper.make_node("STFT", ["x", "step", "w", ""], ["y"])
     weights = {"step": np.array(5), "w": np.hanning(16).astype("float32")}

@@ -62,12 +62,17 @@ def convert_dft(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> rela
 def convert_stft(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> relax.Expr:
     """Convert STFT to frames, their product with the window, and their transforms.
 
+    A signal (batch, L) has real numbers, as in ONNX Runtime.
+
     Raises:
         Refusal: frame_step or frame_length is missing or below 1, complex numbers have onesided
             results, or a frame is too long.
         NotConstant: frame_step, window or frame_length is computed at run time.
     """
-    (data, *_), parts = inputs, count_parts(inputs[0])
+    data = inputs[0]
+    if len(known_shape(data)) == 2:
+        data = bb.emit(relax.op.expand_dims(data, 2))
+    parts = count_parts(data)
     step = read_integer(inputs, 1, "frame_step")
     length = read_integer(inputs, 3, "frame_length")
     window = inputs[2] if len(inputs) > 2 else None
