@@ -9,7 +9,7 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm.ir import Call, GlobalVar
+from tvm.ir import Call, GlobalVar, PrimType
 from tvm.relax.analysis import tir_vars_in_type
 
 from relayquant.codegen.lowering.engine import mark_opaque
@@ -21,7 +21,7 @@ from relayquant.ir.rewrite.function import list_functions, map_functions
 def keep_apart(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
     """Mark the functions that these rules find as opaque, one rule after the other."""
     functions = list(list_functions(mod).values())
-    for find in (find_sized, find_stored):
+    for find in (find_sized, find_numbered, find_stored):
         mod = mark_opaque(mod, {name for func in functions for name in find(func)})
     return mark_opaque(mod, find_views(mod, functions))
 
@@ -43,6 +43,17 @@ def find_sized(func: relax.Function) -> Iterator[str]:
     defined = find_casts(func)
     for result, name, call in list_calls(func) if defined else ():
         if any(size in defined for size in list_sizes(result, call)):
+            yield name
+
+
+def find_numbered(func: relax.Function) -> Iterator[str]:
+    """Calls with a size as a number among their arguments, as of R.shape_to_tensor.
+
+    FuseTIR fails on a function that has one size as a number and another in a shape.
+    """
+    for _, name, call in list_calls(func):
+        operands = call.args[1].fields if len(call.args) > 1 else ()
+        if any(isinstance(each.ty, PrimType) for each in operands):
             yield name
 
 

@@ -101,3 +101,19 @@ def test_slice_of_symbolic_rows__is_fused(begins, ends, steps):
         rows = np.sqrt(np.pad(np.exp(values), ((1, 0), (0, 0)))[cut])
         found = machine["main"](tvm.runtime.tensor(values)).numpy()
         np.testing.assert_allclose(found, np.concatenate([rows, rows], 1), rtol=1e-5)
+
+
+def test_size__as_a_number_beside_one_in_a_shape():
+    """FuseTIR fails on a function that has both."""
+    x, y = (
+        relax.Var(f"x_{name}", R.Tensor((tirx.Var(name, "int64"),), "float32")) for name in "nm"
+    )
+
+    def emit(builder):
+        ramp = builder.emit(R.arange(0, y.ty.shape.values[0], 1, "int64"))
+        count = builder.emit(R.shape_to_tensor(x.ty.shape))
+        return builder.emit(R.multiply(ramp, count))
+
+    machine = rq.Executor(rq.compile(make_main([x, y], emit)))
+    (found,) = machine.run("main", [np.zeros(3, "float32"), np.zeros(4, "float32")])
+    np.testing.assert_array_equal(found, [0, 3, 6, 9])
