@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm import relax, te, tirx
+from tvm import relax, te, tirx, topi
 from tvm.ir import Call
 
 from relayquant.codegen.kernels.floating.grid_sample import GridSample, make_grid_sample
@@ -37,6 +37,8 @@ def legalize_resize(builder: relax.BlockBuilder, call: Call) -> Any:
         kernel = builder.add_func(mark_kernel(func, macs=0), "resize2d")
         tables = [relax.const(table) for table in spec.list_tables()]
         return relax.call_tir(kernel, [call.args[0], *tables], call.ty)
+    if str(call.attrs.coordinate_transformation_mode) == "align_corners":
+        return legalize_aligned(builder, call)
     if int(call.attrs.cubic_exclude) != SPREAD or str(call.attrs.method) != "nearest_neighbor":
         return legalize_as_tvm(builder, call)
     shape, layout = shape_of(call), str(call.attrs.layout)
@@ -52,6 +54,28 @@ def legalize_resize(builder: relax.BlockBuilder, call: Call) -> Any:
     # FuseOps does not see that each result reads one pixel.
     marks = {"op_pattern": INJECTIVE}
     return builder.call_te(spread, call.args[0], primfunc_name_hint="spread", primfunc_attrs=marks)
+
+
+def legalize_aligned(builder: relax.BlockBuilder, call: Call) -> Any:
+    """Legalize a resize2d with aligned corners, also to a row or column of one: the first one. TVM
+    divides by the size less 1.
+    """
+    attrs, shape = call.attrs, shape_of(call)
+    two = tirx.const(2, "int64")
+    return builder.call_te(
+        topi.image.resize2d,
+        call.args[0],
+        attrs.roi,
+        [tirx.max(shape[str(attrs.layout).index(letter)], two) for letter in "HW"],
+        str(attrs.layout),
+        str(attrs.method),
+        str(attrs.coordinate_transformation_mode),
+        str(attrs.rounding_method),
+        attrs.cubic_alpha,
+        attrs.cubic_exclude,
+        output_shape=shape,
+        primfunc_name_hint="resize2d",
+    )
 
 
 def read_linear_resize(call: Call) -> tuple[bool, LinearResize] | None:

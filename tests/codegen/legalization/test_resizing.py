@@ -234,3 +234,25 @@ def test_resize__of_symbolic_sizes_is_that_of_the_evaluator(mode):
         (want,) = ReferenceEvaluator(model).run(None, {"x": x})
         (found,) = machine.run("main", [x])
         np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["linear", "cubic", "nearest_neighbor"])
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("is_symbolic", [False, True])
+def test_resize__with_aligned_corners_to_one_row_is_the_first(is_symbolic, layout, method):
+    """As in ONNX and PyTorch. TVM divides 0 by 0."""
+    rows = tvm.tirx.Var("rows", "int64") if is_symbolic else 1
+    x = np.random.default_rng(0).standard_normal((1, 2, 5, 6)).astype("float32")
+    given = x if layout == "NCHW" else np.ascontiguousarray(np.moveaxis(x, 1, -1))
+    data = relax.Var("x", relax.TensorType(given.shape, "float32"))
+    size = relax.Var("size", relax.TensorType((rows,), "float32"))
+    mod = make_main(
+        [data, size],
+        lambda _: relax.op.image.resize2d(
+            data, relax.ShapeExpr([rows, 6]), layout=layout, method=method,
+            coordinate_transformation_mode="align_corners", rounding_method="round",
+        ),
+    )  # fmt: skip
+    (found,) = Executor(rq.compile(mod)).run("main", [given, np.zeros(1, "float32")])
+    found = found if layout == "NCHW" else np.moveaxis(found, -1, 1)
+    np.testing.assert_allclose(found, x[:, :, :1], rtol=1e-5, atol=1e-5)
