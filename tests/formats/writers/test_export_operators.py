@@ -323,7 +323,7 @@ def test_adaptive_pool__as_pytorch_averages(rank, result, layout, is_symbolic, t
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["linear", "nearest_neighbor"])
+@pytest.mark.parametrize("method", ["linear", "nearest_neighbor", "cubic"])
 def test_resize__to_sizes_of_the_input(method, tmp_path):
     def make(x):
         _, _, height, width = x.ty.shape.values

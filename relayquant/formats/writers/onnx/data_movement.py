@@ -289,7 +289,7 @@ def write_tile(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 #: method of R.image.resize2d -> mode of Resize
-RESIZE_MODES = {"nearest_neighbor": "nearest", "linear": "linear"}
+RESIZE_MODES = {"nearest_neighbor": "nearest", "linear": "linear", "cubic": "cubic"}
 
 #: rounding of R.image.resize2d -> nearest_mode of Resize. "round" can be written if no coordinate
 #: is halfway.
@@ -330,7 +330,7 @@ def write_resize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     if mode is None or not after or (mode == "nearest" and rounding not in NEAREST_MODES):
         raise ModelError(
             f"export_onnx: resize {var.name!r} ({method}, {layout}, {rounding or 'no'} rounding) "
-            "has no form in ONNX; allowed: nearest_neighbor and linear in NCHW or NHWC.",
+            "has no form in ONNX; allowed: nearest_neighbor, linear and cubic in NCHW or NHWC.",
             code="RQ203",
         )
     given: dict[str, object] = (
@@ -349,6 +349,9 @@ def write_resize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
                 code="RQ203",
             )
     given["coordinate_transformation_mode"] = transformation
+    if mode == "cubic":
+        given["cubic_coeff_a"] = float(attrs.cubic_alpha)
+        given["exclude_outside"] = int(attrs.cubic_exclude)
     wanted = [var.ty.shape.values[layout.index(letter)] for letter in "NCHW"]
     size = write_sizes(builder, wanted, f"{var.name}.size")
 
@@ -467,7 +470,8 @@ DATA_MOVEMENT_ROWS: dict[str, OnnxRow] = {
     "relax.gather_nd": OnnxRow(write_gather_nd, "batch_dims"),
     "relax.tile": OnnxRow(write_tile, "repeats"),
     "relax.image.resize2d": OnnxRow(
-        write_resize, "layout method coordinate_transformation_mode rounding_method"
+        write_resize,
+        "layout method coordinate_transformation_mode rounding_method cubic_alpha cubic_exclude",
     ),
     "relax.broadcast_to": OnnxRow(write_expand),
 }
