@@ -106,29 +106,34 @@ def fits_resize2d(shape: Sequence[Any], axes: list[Axis], sampling: Sampling) ->
         if any(not isinstance(size, int) or size == 1 for size in sizes):
             return False
     if sampling.mode == "nearest":
-        # Each element is repeated: the centres of the copies lie within half an element of the
-        # original.
-        is_floor = sampling.coordinates == "asymmetric" and sampling.nearest_mode in (
-            "floor",
-            SIMPLE,
-        )
-        is_middle = sampling.coordinates in ("half_pixel", "pytorch_half_pixel")
-        is_middle = is_middle and sampling.nearest_mode.startswith("round_")
-        return (is_floor or is_middle) and all(axis.scale.is_integer() for axis in axes)
+        return repeats_elements(sampling) and all(axis.scale.is_integer() for axis in axes)
     return sampling.mode == "linear"
 
 
+def repeats_elements(sampling: Sampling) -> bool:
+    """Return whether the nearest elements for integer scales are each one repeated: the centres of
+    the copies lie within half an element of the original.
+    """
+    if sampling.coordinates == "asymmetric":
+        return sampling.nearest_mode in ("floor", SIMPLE)
+    is_middle = sampling.coordinates in ("half_pixel", "pytorch_half_pixel")
+    return is_middle and sampling.nearest_mode.startswith("round_")
+
+
 def emit_resize2d(data: relax.Expr, size: list[Any], sampling: Sampling) -> relax.Expr:
-    """Emit R.image.resize2d to `size` (height, width). Requires `fits_resize2d`."""
+    """Make an R.image.resize2d to `size` (height, width). Requires `fits_resize2d`, or a linear or
+    cubic resize by the quotient of the sizes.
+    """
     is_nearest = sampling.mode == "nearest"
     return relax.op.image.resize2d(
         data,
         size=relax.ShapeExpr(size),
         roi=[0.0, 0.0, 0.0, 0.0],
         layout="NCHW",
-        method="nearest_neighbor" if is_nearest else "linear",
+        method="nearest_neighbor" if is_nearest else sampling.mode,
         coordinate_transformation_mode="asymmetric" if is_nearest else sampling.coordinates,
         rounding_method="floor" if is_nearest else "",
+        cubic_alpha=sampling.cubic_coeff_a,
     )
 
 

@@ -92,7 +92,7 @@ def make_decompositions() -> Any:
     put("where.self", promote_where)
     put("cat.default", promote_cat)
     put("scaled_dot_product_attention.default", attend)
-    put("upsample_bicubic2d.vec", keep_fixed)
+    put("upsample_bicubic2d.vec", keep)
     put("softplus.default", keep)
     for name in COMPUTED_WIDE:
         put(name, compute_wide)
@@ -330,18 +330,6 @@ def attend(_operator: Any, own: Decomposition) -> Decomposition:
 def keep(_operator: Any, _own: Decomposition) -> Decomposition:
     """Keep an operator: PyTorch's decomposition has NaN as the gradient of large numbers."""
     return give_nothing
-
-
-def keep_fixed(_operator: Any, own: Decomposition) -> Decomposition:
-    """Keep an operator whose sizes are fixed. PyTorch's decomposition is for run-time sizes."""
-    import torch  # pyright: ignore[reportMissingImports]
-
-    def decompose(data: Any, size: Any, *args: Any) -> Any:
-        sizes = (*data.shape, *(size or ()))
-        is_late = any(isinstance(each, torch.SymInt) for each in sizes[2:])
-        return own(data, size, *args) if is_late else NotImplemented
-
-    return decompose
 
 
 def find_release() -> tuple[int, ...]:

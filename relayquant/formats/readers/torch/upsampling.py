@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from tvm import relax
 
+from relayquant.formats.readers.open_resize import OpenAxis, emit_open_resize, scale_axis
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.formats.readers.resize import (
     Axis,
@@ -16,9 +17,10 @@ from relayquant.formats.readers.resize import (
     emit_resize,
     find_coordinates,
     find_weights,
+    read_shape,
 )
 from relayquant.formats.readers.torch.arguments import read_arguments
-from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.graph import tensor_dtype
 
 #: operator of PyTorch -> (mode of Resize, antialias)
 UPSAMPLES = {
@@ -40,7 +42,8 @@ def convert_upsample(node: Any, importer: Any) -> relax.Expr:
     Bytes are interpolated with integer weights, see `resize_bytes`.
 
     Raises:
-        Refusal: the size is symbolic, or align_corners is set with antialias.
+        Refusal: align_corners is set with antialias, or a symbolic size is resized in a way that
+            `emit_open_resize` refuses.
     """
     mode, is_antialiased = UPSAMPLES[str(node.target).removeprefix("aten.")]
     names = [argument.name for argument in node.target._schema.arguments]
@@ -54,13 +57,14 @@ def convert_upsample(node: Any, importer: Any) -> relax.Expr:
         raise Refusal(f"{node.name} has antialias and align_corners; supported: one of them")
     data = importer.env[operand]
     axes = []
-    for k, size in enumerate((tensor_shape(data) or ())[2:]):
-        if not isinstance(size, int) or (sizes and not isinstance(sizes[k], int)):
-            raise Refusal(f"{node.name} has a symbolic size; supported: fixed height and width")
+    for k, size in enumerate(read_shape(data)[2:]):
         factor = factors[k] if factors else None
-        result = int(sizes[k]) if sizes else math.floor(size * float(factor or 1.0))
-        scale = float(factor) if factor and not aligned else result / size
-        axes.append(Axis(k + 2, size, result, scale))
+        if sizes:
+            given = importer.env[sizes[k]] if hasattr(sizes[k], "meta") else int(sizes[k])
+            axis = OpenAxis(k + 2, size, given, factor)
+        else:
+            axis = scale_axis(k + 2, size, float(factor or 1.0))
+        axes.append(replace(axis, factor=None) if aligned else axis)
     sampling = Sampling(
         mode,
         "align_corners" if aligned else "asymmetric" if mode == "nearest" else "half_pixel",
@@ -69,9 +73,12 @@ def convert_upsample(node: Any, importer: Any) -> relax.Expr:
         is_antialiased,
         antialias=is_antialiased,
     )
+    if any(axis.is_moved and axis.is_open for axis in axes):
+        return emit_open_resize(importer.block_builder, data, axes, sampling)
+    fixed = [Axis(one.at, one.size, one.result, one.scale) for one in axes if not one.is_open]
     if mode != "nearest" and tensor_dtype(data) == "uint8":
-        return resize_bytes(importer.block_builder, data, axes, sampling)
-    return emit_resize(importer.block_builder, data, axes, sampling)
+        return resize_bytes(importer.block_builder, data, fixed, sampling)
+    return emit_resize(importer.block_builder, data, fixed, sampling)
 
 
 def resize_bytes(

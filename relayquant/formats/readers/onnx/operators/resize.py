@@ -7,24 +7,17 @@ as described in `relayquant.formats.readers.onnx.operators.table`.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from tvm import relax
 
-from relayquant.formats.readers.onnx.graph.symbolic import divide
 from relayquant.formats.readers.onnx.operators.conversion import Attrs, Builder, Operands
 from relayquant.formats.readers.onnx.operators.sizes import read_sizes
+from relayquant.formats.readers.open_resize import OpenAxis, emit_open_resize, scale_axis
 from relayquant.formats.readers.refusal import NotConstant, Refusal
-from relayquant.formats.readers.resize import (
-    SIMPLE,
-    Axis,
-    Sampling,
-    emit_resize,
-    emit_resize2d,
-    fits_resize2d,
-    read_shape,
-)
+from relayquant.formats.readers.resize import SIMPLE, Axis, Sampling, emit_resize, read_shape
 from relayquant.ir.rewrite.graph import constant_value
 
 
@@ -43,8 +36,8 @@ def convert_resize(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> r
     `SIMPLE`.
 
     Raises:
-        Refusal: its sizes are computed at run time, an axis that is not scaled by an integer has a
-            symbolic size, or integer data would be interpolated.
+        Refusal: its sizes are data of the model, integer data would be interpolated, or a symbolic
+            size is resized in a way that `emit_open_resize` refuses.
     """
     data = inputs[0]
     if opset < 11:
@@ -65,29 +58,22 @@ def convert_resize(bb: Builder, inputs: Operands, attrs: Attrs, opset: int) -> r
     shape = read_shape(data)
     axes = [int(axis) % len(shape) for axis in attrs.get("axes", range(len(shape)))]
     factors = read_floats(scales, "scales") if sizes is None else None
+    wanted, policy = None, _text(attrs, "keep_aspect_ratio_policy", "stretch")
     if factors is None or not len(factors):
         wanted = read_sizes(sizes) if sizes is not None else None
         if wanted is None:
             raise NotConstant("sizes")
-        policy = _text(attrs, "keep_aspect_ratio_policy", "stretch")
-        multiples = _find_multiples(shape, axes, wanted) if policy == "stretch" else None
-        if multiples is None:
-            found = _axes_of_sizes(shape, axes, wanted, policy)
-        else:
-            found = _axes_of_scales(data, shape, axes, multiples, sampling)
-            if isinstance(found, relax.Expr):
-                return found
+    opened = _open_axes(shape, axes, factors, wanted)
+    if policy == "stretch" and any(axis.is_moved and axis.is_open for axis in opened):
+        return emit_open_resize(bb, data, opened, sampling)
+    if wanted is not None and policy != "stretch":
+        found = _keep_aspect_ratio(shape, axes, wanted, policy)
     else:
-        found = _axes_of_scales(data, shape, axes, factors, sampling)
-        if isinstance(found, relax.Expr):
-            return found
+        found = [Axis(one.at, one.size, one.result, one.scale) for one in opened if not one.is_open]
     if sampling.coordinates == "tf_crop_and_resize":
-        bounds = read_floats(roi, "roi")
-        half = len(bounds) // 2
-        found = [
-            Axis(one.at, one.size, one.result, one.scale, (bounds[k], bounds[half + k]))
-            for k, one in enumerate(found)
-        ]
+        bounds = read_floats(roi, "roi").reshape(2, -1)
+        parts = dict(zip(axes, bounds.T, strict=True))
+        found = [replace(one, roi=(*map(float, parts[one.at]),)) for one in found]
     return emit_resize(bb, data, found, sampling)
 
 
@@ -110,57 +96,32 @@ def _text(attrs: dict[str, Any], name: str, default: str) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _find_multiples(shape: list[Any], axes: list[int], wanted: list[Any]) -> np.ndarray | None:
-    """Return the factors by which sizes grow, if some sizes are symbolic and all factors are
-    integers. None otherwise.
+def _open_axes(
+    shape: list[Any], axes: list[int], factors: np.ndarray | None, wanted: list[Any] | None
+) -> list[OpenAxis]:
+    """List the axes, with numbers or symbolic sizes, that are resized by `factors` or to the
+    `wanted` sizes.
     """
-    sizes = [shape[at] for at in axes]
-    if all(isinstance(size, int) for size in sizes):
-        return None
-    factors = [divide(*pair) for pair in zip(wanted, sizes, strict=True)]
-    if not all(isinstance(factor, int) for factor in factors):
-        return None
-    return np.array(factors, "float64")
+    if wanted is None:
+        pairs = zip(axes, () if factors is None else factors, strict=True)
+        return [scale_axis(at, shape[at], float(factor)) for at, factor in pairs]
+    return [OpenAxis(at, shape[at], result) for at, result in zip(axes, wanted, strict=True)]
 
 
-def _axes_of_sizes(shape: list[Any], axes: list[int], wanted: list[Any], policy: str) -> list[Axis]:
-    """Compute the axes from sizes. keep_aspect_ratio_policy uses one scale for all axes."""
-    sizes = [_fixed(shape, at) for at in axes]
-    scales = [result / size for result, size in zip(wanted, sizes, strict=True)]
-    if policy == "stretch":
-        return [
-            Axis(at, size, int(result), scale)
-            for at, size, result, scale in zip(axes, sizes, wanted, scales, strict=True)
-        ]
+def _keep_aspect_ratio(
+    shape: list[Any], axes: list[int], wanted: list[Any], policy: str
+) -> list[Axis]:
+    """Compute the axes from sizes, with one scale for all axes."""
     if policy not in ("not_larger", "not_smaller"):
         raise Refusal(
             f"keep_aspect_ratio_policy is {policy!r}; allowed: stretch, not_larger, not_smaller"
         )
+    sizes = [_fixed(shape, at) for at in axes]
+    scales = [result / size for result, size in zip(wanted, sizes, strict=True)]
     scale = min(scales) if policy == "not_larger" else max(scales)
     return [
         Axis(at, size, math.floor(scale * size + 0.5), scale)
         for at, size in zip(axes, sizes, strict=True)
-    ]
-
-
-def _axes_of_scales(
-    data: relax.Expr,
-    shape: list[Any],
-    axes: list[int],
-    factors: np.ndarray,
-    sampling: Sampling,
-) -> list[Axis] | relax.Expr:
-    """Compute the axes from scales. A picture of symbolic size may only grow by integers."""
-    moved = [(at, f) for at, f in zip(axes, factors, strict=True) if f != 1.0]
-    if any(not isinstance(shape[at], int) for at, _ in moved):
-        fake = [Axis(at, 1, int(f), float(f)) for at, f in moved if float(f).is_integer()]
-        if len(fake) == len(moved) and fits_resize2d(shape, fake, sampling):
-            by = {axis.at: axis.result for axis in fake}
-            return emit_resize2d(data, [shape[at] * by.get(at, 1) for at in (2, 3)], sampling)
-    return [
-        Axis(at, _fixed(shape, at), math.floor(_fixed(shape, at) * f), float(f))
-        for at, f in zip(axes, factors, strict=True)
-        if f != 1.0 or isinstance(shape[at], int)
     ]
 
 
