@@ -12,6 +12,7 @@ import tvm_ffi
 from tvm import relax
 from tvm.ir import GenericConst
 
+from relayquant.base.runtime import view_constant
 from relayquant.ir.rewrite.function import list_functions, map_functions
 from relayquant.ir.rewrite.graph import constant_value
 
@@ -68,7 +69,7 @@ def list_constants(func: relax.Function) -> list[GenericConst]:
 
 def find_start(constant: GenericConst) -> tuple[str, bytes]:
     """Return the type and the first bits of a constant. Equal constants have the same."""
-    return str(constant.ty), constant.value.numpy().reshape(-1)[:64].tobytes()
+    return str(constant.ty), view_constant(constant.value).reshape(-1)[:64].tobytes()
 
 
 def count_huge(array: np.ndarray) -> int:
@@ -97,7 +98,7 @@ def share_constants(mod: tvm.IRModule) -> tvm.IRModule:
     swaps: dict[GenericConst, GenericConst] = {}
     for (kind, _), constants in alike.items():
         for constant in constants if len(constants) > 1 else ():
-            found = first.setdefault((kind, hash_array(constant.value.numpy())), constant)
+            found = first.setdefault((kind, hash_array(view_constant(constant.value))), constant)
             if not found.same_as(constant):
                 swaps[constant] = found
     if not swaps:
@@ -113,4 +114,4 @@ def count_constant_bytes(mod: tvm.IRModule) -> int:
     """
     functions = list_functions(mod).values()
     found = dict.fromkeys(constant for func in functions for constant in list_constants(func))
-    return sum(constant.value.numpy().nbytes for constant in found)
+    return sum(view_constant(constant.value).nbytes for constant in found)

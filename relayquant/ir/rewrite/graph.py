@@ -13,6 +13,7 @@ from tvm import relax
 from tvm.ir import Call, GenericConst, Op
 from tvm.sym import Analyzer
 
+from relayquant.base.runtime import view_constant
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite.entry import name_main
 
@@ -203,9 +204,9 @@ def free_vars(expr: relax.Expr) -> list[relax.Var]:
 
 
 def constant_value(expr: relax.Expr) -> np.ndarray | None:
-    """Return the array of a tensor constant, else None."""
+    """Return the array of a tensor constant, which nothing may write to, else None."""
     if isinstance(expr, GenericConst) and isinstance(expr.value, tvm.runtime.Tensor):
-        return expr.value.numpy()
+        return view_constant(expr.value)
     return None
 
 
