@@ -194,9 +194,11 @@ class RowStep:
 
     def run(self, frame: Frame) -> None:
         """Compute the result."""
-        data = np.moveaxis(self.data.read(frame), self.axis, -1)
-        result = run_rows(self.kernel, self.width, data, self.tensors)
-        frame.values[self.result] = np.moveaxis(result, -1, self.axis)
+        data = self.data.read(frame)
+        is_last = self.axis == -1  # numpy would take longer to see it than to run a small kernel
+        x = data if is_last else np.moveaxis(data, self.axis, -1)
+        y = run_rows(self.kernel, self.width, x, self.tensors)
+        frame.values[self.result] = y if is_last else np.moveaxis(y, -1, self.axis)
 
 
 def run_rows(
