@@ -129,21 +129,17 @@ class InputStatistics:
         if not self.with_gram or (self.gram is not None and not self.waiting):
             return self
         gram, cross = self.gram, self.cross
-        columns = -(-self.total.shape[1] // self.blocks)
-        shape = (self.total.shape[0] * self.blocks, columns, columns)
-        if gram is None:
-            gram = np.zeros(shape)
-        if cross is None and self.real_total is not None:
-            cross = np.zeros(shape)
-        if self.waiting:
-            x = split_columns(np.concatenate(self.waiting, axis=1), self.blocks)
-            # In place: for wide operators these are the largest arrays. `overflows` says what
-            # became infinite.
-            with np.errstate(over="ignore", invalid="ignore"):
-                gram += np.matmul(x.transpose(0, 2, 1), x)
-                if cross is not None:
-                    y = split_columns(np.concatenate(self.real_waiting, axis=1), self.blocks)
-                    cross += np.matmul(x.transpose(0, 2, 1), y)
+        if not self.waiting:
+            columns = -(-self.total.shape[1] // self.blocks)
+            gram = np.zeros((self.total.shape[0] * self.blocks, columns, columns))
+            return replace(self, gram=gram, cross=None if self.real_total is None else gram.copy())
+        x = split_columns(join_rows(self.waiting), self.blocks)
+        # `overflows` says what became infinite.
+        with np.errstate(over="ignore", invalid="ignore"):
+            gram = add_moments(gram, x, x)
+            if self.real_total is not None:
+                y = split_columns(join_rows(self.real_waiting), self.blocks)
+                cross = add_moments(cross, x, y)
         return replace(self, gram=gram, cross=cross, waiting=(), real_waiting=())
 
     def cut_columns(self) -> list[slice]:
@@ -202,13 +198,13 @@ class InputStatistics:
         if self.gram is not None:
             arrays["gram"] = self.gram
         if self.waiting:
-            arrays["waiting"] = np.concatenate(self.waiting, axis=1)
+            arrays["waiting"] = join_rows(self.waiting)
         if self.real_total is not None:
             arrays["real_total"] = self.real_total
         if self.cross is not None:
             arrays["cross"] = self.cross
         if self.real_waiting:
-            arrays["real_waiting"] = np.concatenate(self.real_waiting, axis=1)
+            arrays["real_waiting"] = join_rows(self.real_waiting)
         return arrays
 
     def restore(self, arrays: Mapping[str, NDArray]) -> InputStatistics:
@@ -235,6 +231,21 @@ class InputStatistics:
         """E[y], (groups, K); E[x] if y is not observed."""
         total = self.total if self.real_total is None else self.real_total
         return total / max(self.rows, 1)
+
+
+def join_rows(parts: Sequence[FloatArray]) -> FloatArray:
+    """Join rows (groups, n, K) along n; a single part is not copied."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+
+def add_moments(moments: Float64Array | None, x: FloatArray, y: FloatArray) -> Float64Array:
+    """Return moments + x^T y over rows x and y (blocks, n, k). It takes the memory of the moments:
+    for wide operators these are the largest arrays.
+    """
+    product = np.matmul(x.transpose(0, 2, 1), y)
+    if moments is None:
+        return product.astype("float64")
+    return np.add(moments, product, out=moments)
 
 
 def split_columns(rows: NDArray, blocks: int) -> NDArray:
