@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from tvm import relax
-from tvm.ir import GenericConst
+from tvm.ir import GenericConst, PrimType
 
 from relayquant.ir.rewrite.graph import free_vars, tensor_dtype, tensor_shape
 
@@ -110,7 +110,8 @@ def describe(value: relax.Expr | None) -> str:
 def find_inputs(value: relax.Expr, find_value: FindValue) -> Iterator[str]:
     """List the parameters of main that a value is computed from, by name, each once."""
     for var, source in find_sources(value, find_value):
-        if source is None:
+        # A size that the model computes is a variable, too, and nothing is bound to it.
+        if source is None and not isinstance(var.ty, PrimType):
             yield var.name
 
 

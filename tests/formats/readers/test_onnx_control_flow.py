@@ -316,6 +316,24 @@ def test_scan__of_a_length_that_is_not_known():
         import_onnx(model)
 
 
+def test_scan__of_a_length_that_is_computed_names_the_input():
+    """A size that an operator makes has a name of its own, which `shapes=` does not know."""
+    model = parse("""
+    main (float[3] start, float[T, 3] x) => (float[3] last)
+        <int64[1] zero = {0}, int64[1] three = {3}> {
+        sizes = Shape (x)
+        rows = Gather (sizes, zero)
+        left = Mod (rows, three)
+        used = Sub (rows, left)
+        part = Slice (x, zero, used, zero)
+        last = Scan <num_scan_inputs = 1,
+            body = step (float[3] a, float[3] b) => (float[3] c) { c = Add (a, b) }
+        > (start, part)
+    }""")
+    with pytest.raises(ModelError, match=r"length of its sequence is .*shapes={'x': "):
+        import_onnx(model)
+
+
 # -- inputs that are fixed -------------------------------------------------------------------------
 
 
