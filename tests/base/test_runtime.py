@@ -49,6 +49,18 @@ def test_executor__takes_nested_results_apart():
     assert s2.shape == ()
 
 
+def test_executor__results_share_no_memory_with_inputs():
+    """main returns an input as it is. A later change of the caller's array is none of the result's,
+    also of an array that compiled code could read in place.
+    """
+    executor = Executor(tvm.compile(Nested, tvm.target.Target({"kind": "llvm"})))
+    x = empty_aligned((2,), "float32")
+    x[:] = 1
+    _, x2, _ = executor.run("main", [x, np.float32(3)])
+    x[:] = 5
+    np.testing.assert_array_equal(x2, [1, 1])
+
+
 @pytest.mark.slow
 def test_executor__a_module_for_another_kind_of_cpu():
     other = "x86_64" if platform.machine() == "aarch64" else "aarch64"
