@@ -434,25 +434,24 @@ class FunctionScheduler:
         sch = self.sch
         last = info.reduced[-1]
         extents = [constant(v.dom.extent) for v in info.reduced]
-        if any(e is None for e in extents) or not is_identity(info):
+        if extents[-1] is None or not is_identity(info):
             return False
         if any(access.stride(last.var) not in (0, 1) for access in info.reads):
             return False
         if any(mentions(c, last.var) for c in list_conditions(info.value)):
             return False
         lanes = self.lanes(max(tirx_bits(info.write.buffer.dtype), 32))
-        extent = extents[-1] or 1
-        fuse = 1
-        while extent % lanes and fuse < len(extents):
-            fuse += 1
-            if not all(is_contiguous(a, info.reduced[-fuse:]) for a in info.reads):
-                fuse -= 1
+        extent, fuse = extents[-1] or 1, 1
+        while extent % lanes and fuse < len(extents) and (size := extents[-fuse - 1]) is not None:
+            if not all(is_contiguous(a, info.reduced[-fuse - 1 :]) for a in info.reads):
                 break
-            extent *= extents[-fuse] or 1
+            extent *= size
+            fuse += 1
         width = largest_divisor(extent, lanes)
         # LoopPartition of TVM separates the remainder. With a symbolic extent it mixes int32 into
         # int64 positions.
-        is_static = all(constant(axis.dom.extent) is not None for axis in info.spatial)
+        axes = (*info.spatial, *info.reduced)
+        is_static = all(constant(axis.dom.extent) is not None for axis in axes)
         has_rest = width < 4 and extent >= 2 * lanes and is_static
         if has_rest:
             width = lanes

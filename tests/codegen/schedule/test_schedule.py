@@ -178,6 +178,20 @@ def test_schedule_functions__reductions_of_prime_length_are_vectors(op, length):
     assert "T.vectorized" in scheduled_text(mod)
 
 
+@pytest.mark.parametrize("axes", [None, [1, 2]], ids=["all", "some"])
+@pytest.mark.parametrize("op", [relax.op.max, relax.op.min, relax.op.sum], ids=["max", "min", "sum"])
+@pytest.mark.parametrize("length", [64, 24, 3])
+def test_schedule_functions__reductions_of_free_axes_before_a_known_one(op, axes, length):
+    """As the range of data of any batch and length, which is found when the model runs."""
+    sizes = tirx.Var("n", "int64"), tirx.Var("m", "int64"), length
+    mod = make_module(lambda bb, x: op(x, axes), (sizes, "float32"))
+    for shape in ((3, 5, length), (1, 1, length)):
+        x = rng.standard_normal(shape).astype("float32") - 9
+        got, expected = run_both(mod, x)
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+    assert ("T.vectorized" in scheduled_text(mod)) == (length >= 24)
+
+
 @pytest.mark.parametrize("op", [relax.op.sum, relax.op.nn.softmax], ids=["sum", "softmax"])
 def test_schedule_functions__reductions_of_prime_length_with_symbolic_rows(op):
     mod = make_module(lambda bb, x: op(x, -1), ((tirx.Var("n", "int64"), 257), "float32"))
