@@ -179,7 +179,7 @@ class _Importer(FRONTEND.ONNXGraphImporter):
         self.sources: dict[str, SourceNode] = {}
         self._graph = graph
         self._count = self._depth = 0
-        self._is_in_body = False
+        self._is_in_body = self._has_block = False
         self._read = {*list_read(graph.node), *(info.name for info in graph.output)}
         self._node = onnx.NodeProto()  # the node that is being converted
         # A value in a body may get the name of an output of its If, but no other name that is
@@ -193,7 +193,12 @@ class _Importer(FRONTEND.ONNXGraphImporter):
     def convert(self, opset: int) -> tvm.IRModule:
         """Convert the graph to a module."""
         # TVM makes no dataflow block if it sees an If among the nodes. No If is left here.
-        return self.from_onnx(replace(self._graph, node=()), opset)
+        try:
+            return self.from_onnx(replace(self._graph, node=()), opset)
+        except BaseException:
+            if self._has_block:  # TVM leaves it open, and warns on standard error.
+                self.bb._end_block()
+            raise
 
     def _parse_graph_input(self, graph: _GraphView) -> None:
         """Make the parameters. TVM takes a size of 0 for a free one."""
@@ -237,6 +242,7 @@ class _Importer(FRONTEND.ONNXGraphImporter):
             )
 
     def _construct_nodes(self, graph: _GraphView) -> None:
+        self._has_block = True
         self._construct_all(self._graph.node)
         for info in self._graph.output:
             value = self._nodes.get(info.name)
