@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -226,14 +227,18 @@ def static_size(dim: Any) -> int | None:
     return int(dim) if isinstance(dim, int | tvm.tirx.IntImm) else None
 
 
+#: What TVMScript writes around a number of an expression, and before a function.
+SCRIPT = re.compile(r"T\.int(?:32|64)\((-?\d+)\)|\bT\.")
+
+
 def dim_name(dim: Any) -> str:
-    """Return a symbolic dimension as text. Sizes of one canonical form, such as 4 * n and n * 4,
-    have the same text.
+    """Return a symbolic dimension as text, "n * 4". Sizes of one canonical form, such as 4 * n and
+    n * 4, have the same text.
     """
     # TVM prints a dimension named "T" as "T_1", because T is a name in TVMScript.
     if isinstance(dim, tvm.tirx.Var):
         return dim.name
-    return str(Analyzer().canonical_simplify(dim))
+    return SCRIPT.sub(r"\1", str(Analyzer().canonical_simplify(dim)))
 
 
 def tensor_dtype(expr: relax.Expr) -> str:

@@ -17,6 +17,13 @@ def test_static_size__none_for_what_is_symbolic(dim, size):
     assert static_size(dim) == size
 
 
+def test_tensor_shape__expressions_of_sizes_as_in_words():
+    n, m = tirx.Var("n", "int64"), tirx.Var("m", "int64")
+    sizes = [4 * n + 2, tirx.floordiv(n, tirx.const(160, "int64")), tirx.max(n, m)]
+    var = relax.Var("x", relax.TensorType(sizes, "float32"))
+    assert tensor_shape(var) == ("n * 4 + 2", "n // 160", "max(n, m)")
+
+
 def test_tensor_shape__symbols_by_their_names():
     var = relax.Var("x", relax.TensorType([N, 3, N * 2], "float32"))
     shape = tensor_shape(var)
