@@ -32,6 +32,7 @@ from relayquant.codegen.rewrites.transposed_blocks import make_pixel_blocks
 from relayquant.codegen.rewrites.transposed_sequences import lay_sequences
 from relayquant.codegen.rewrites.type_promotion import widen_types
 from relayquant.codegen.rewrites.zero_point_correction import subtract_zero_points
+from relayquant.codegen.schedule.composed_sizes import NAME_SIZES
 from relayquant.codegen.schedule.flat_positions import create_flattening_pass
 from relayquant.codegen.schedule.fusion import KEEP_APART, SIZES_FIRST
 from relayquant.codegen.schedule.memory import PLAN_MEMORY
@@ -115,6 +116,7 @@ def make_lowering(target: Target, check_shapes: tvm.transform.Pass) -> tvm.trans
             relax.transform.FuseOps(),
             beside_casts(relax.transform.FuseTIR()),
             SIZES_FIRST,
+            NAME_SIZES,
             create_schedule_pass(target),
             create_reduction_init_pass(),
             create_math_pass(target),

@@ -179,7 +179,9 @@ def test_schedule_functions__reductions_of_prime_length_are_vectors(op, length):
 
 
 @pytest.mark.parametrize("axes", [None, [1, 2]], ids=["all", "some"])
-@pytest.mark.parametrize("op", [relax.op.max, relax.op.min, relax.op.sum], ids=["max", "min", "sum"])
+@pytest.mark.parametrize(
+    "op", [relax.op.max, relax.op.min, relax.op.sum], ids=["max", "min", "sum"]
+)
 @pytest.mark.parametrize("length", [64, 24, 3])
 def test_schedule_functions__reductions_of_free_axes_before_a_known_one(op, axes, length):
     """As the range of data of any batch and length, which is found when the model runs."""
