@@ -143,6 +143,45 @@ def test_interpolate__of_run_time_sizes(given):
         np.testing.assert_allclose(found, module(x).detach().numpy(), rtol=1e-4, atol=1e-5)
 
 
+LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
+FACTORS = [{"scale_factor": 2}, {"scale_factor": 1.5}, {"size": 5}]
+
+
+@pytest.mark.parametrize("given", FACTORS, ids=str)
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear"])
+@pytest.mark.parametrize("rank", LINEAR)
+def test_interpolate__of_lines_and_volumes(rank, mode, given):
+    torch = pytest.importorskip("torch")
+    given = {**given, "mode": LINEAR[rank] if mode == "linear" else mode}
+
+    class Interpolation(torch.nn.Module):
+        def forward(self, x):
+            return torch.nn.functional.interpolate(torch.relu(x), **given)
+
+    sizes = (8, 9, 6)[:rank], (5, 7, 4)[:rank]
+    first, second = (torch.randn(1, 3, *each) for each in sizes)
+    dims = {axis + 2: torch.export.Dim.DYNAMIC for axis in range(rank)}
+    program = torch.export.export(Interpolation(), (first,), dynamic_shapes=(dims,))
+    machine = rq.Executor(rq.compile(rq.load(program)))
+    for x in (first, second):
+        (found,) = machine.run("main", [x.numpy()])
+        np.testing.assert_allclose(found, Interpolation()(x).numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_adaptive_max_pool__of_run_time_sizes_to_one_element():
+    torch = pytest.importorskip("torch")
+
+    class Pool(torch.nn.Module):
+        def forward(self, x):
+            return torch.nn.functional.adaptive_max_pool2d(torch.relu(x), 1)
+
+    picture, dims = torch.randn(1, 3, 8, 9), {2: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(Pool(), (picture,), dynamic_shapes=(dims,))
+    x = torch.randn(1, 3, 5, 9)
+    (found,) = rq.Executor(rq.compile(rq.load(program))).run("main", [x.numpy()])
+    np.testing.assert_array_equal(found, Pool()(x).numpy())
+
+
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
 def test_quantize__a_network_that_resizes_to_run_time_sizes(mode, tmp_path):
     torch = pytest.importorskip("torch")

@@ -15,6 +15,7 @@ import numpy as np
 from relayquant.formats.readers.torch.complex_numbers import PART_COMPOSITES, split_complex
 from relayquant.formats.readers.torch.composites.products import write_grouped_product
 from relayquant.formats.readers.torch.composites.table import COMPOSITES
+from relayquant.formats.readers.torch.upsampling import OPEN_UPSAMPLES
 
 Decomposition = Callable[..., Any]
 
@@ -93,6 +94,8 @@ def make_decompositions() -> Any:
     put("cat.default", promote_cat)
     put("scaled_dot_product_attention.default", attend)
     put("upsample_bicubic2d.vec", keep)
+    for name in OPEN_UPSAMPLES:
+        put(name, keep_open)
     put("softplus.default", keep)
     for name in COMPUTED_WIDE:
         put(name, compute_wide)
@@ -330,6 +333,18 @@ def attend(_operator: Any, own: Decomposition) -> Decomposition:
 def keep(_operator: Any, _own: Decomposition) -> Decomposition:
     """Keep an operator: PyTorch's decomposition has NaN as the gradient of large numbers."""
     return give_nothing
+
+
+def keep_open(_operator: Any, own: Decomposition) -> Decomposition:
+    """Keep an operator with a run-time size. PyTorch's decomposition computes with it in float."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    def decompose(data: Any, size: Any, *args: Any) -> Any:
+        sizes = (*data.shape[2:], *(size or ()))
+        is_open = any(isinstance(each, torch.SymInt) for each in sizes)
+        return NotImplemented if is_open else own(data, size, *args)
+
+    return decompose
 
 
 def find_release() -> tuple[int, ...]:

@@ -37,7 +37,11 @@ from relayquant.formats.readers.torch.products import (
     convert_matmul,
 )
 from relayquant.formats.readers.torch.signature import read_array
-from relayquant.formats.readers.torch.upsampling import UPSAMPLES, convert_upsample
+from relayquant.formats.readers.torch.upsampling import (
+    OPEN_UPSAMPLES,
+    UPSAMPLES,
+    convert_upsample,
+)
 
 
 def convert_sym_max(node: Any, importer: Any) -> Any:
@@ -303,5 +307,5 @@ OPERATORS: dict[str, Convert] = {
     "arange.start_step": convert_arange,
     "clamp.default": convert_clamp,
     **dict.fromkeys(("full.default", "full_like.default", "fill.Scalar"), convert_fill),
-    **dict.fromkeys(UPSAMPLES, convert_upsample),
+    **dict.fromkeys((*UPSAMPLES, *OPEN_UPSAMPLES), convert_upsample),
 }

@@ -21,14 +21,14 @@ def convert_adaptive_max_pool(node: Any, importer: Any) -> relax.Expr:
     size / n) to ceil((i + 1) * size / n), and R.concat joins the results.
 
     Raises:
-        Refusal: a size is symbolic.
+        Refusal: a size is symbolic, and there are several windows.
     """
     operand, wanted = read_arguments(node, "self", "output_size")
     data, emit = importer.env[operand], importer.block_builder.emit
-    sizes = find_sizes(data, "data")
-    pooled = range(len(sizes) - len(wanted), len(sizes))
+    pooled = range(data.ty.ndim - len(wanted), data.ty.ndim)
     if all(count == 1 for count in wanted):
         return emit(relax.op.max(data, [*pooled], keepdims=True))
+    sizes = find_sizes(data, "data")
     for axis, count in reversed([*zip(pooled, wanted, strict=True)]):
         size = sizes[axis]
         if size == count:

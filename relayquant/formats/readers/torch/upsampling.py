@@ -30,11 +30,18 @@ UPSAMPLES = {
     "_upsample_bilinear2d_aa.default": ("linear", True),
     "_upsample_bicubic2d_aa.default": ("cubic", True),
 }
+#: the same, of operators that PyTorch decomposes where all sizes are fixed
+OPEN_UPSAMPLES = {
+    **{f"upsample_nearest{n}d.vec": ("nearest", False) for n in (1, 3)},
+    **{f"_upsample_nearest_exact{n}d.vec": ("nearest", False) for n in (1, 2, 3)},
+    "upsample_linear1d.vec": ("linear", False),
+    "upsample_trilinear3d.vec": ("linear", False),
+}
 
 
 def convert_upsample(node: Any, importer: Any) -> relax.Expr:
-    """Convert upsample_{nearest, bilinear, bicubic}2d(x, size or scales) in the same way as ONNX's
-    Resize.
+    """Convert upsample_{nearest, bilinear, bicubic}2d(x, size or scales) and their like in the same
+    way as ONNX's Resize.
 
     A given scale is used for the coordinates, not the ratio of the rounded sizes. An antialiased
     kernel ends at the border, and its cubic parameter is a = -0.5, without antialias a = -0.75.
@@ -45,7 +52,8 @@ def convert_upsample(node: Any, importer: Any) -> relax.Expr:
         Refusal: align_corners is set with antialias, or a symbolic size is resized in a way that
             `emit_open_resize` refuses.
     """
-    mode, is_antialiased = UPSAMPLES[str(node.target).removeprefix("aten.")]
+    name = str(node.target).removeprefix("aten.")
+    mode, is_antialiased = (UPSAMPLES | OPEN_UPSAMPLES)[name]
     names = [argument.name for argument in node.target._schema.arguments]
     operand, sizes = read_arguments(node, names[0], "output_size")
     if "scale_factors" in names:
@@ -65,10 +73,11 @@ def convert_upsample(node: Any, importer: Any) -> relax.Expr:
         else:
             axis = scale_axis(k + 2, size, float(factor or 1.0))
         axes.append(replace(axis, factor=None) if aligned else axis)
+    is_first = mode == "nearest" and "exact" not in name
     sampling = Sampling(
         mode,
-        "align_corners" if aligned else "asymmetric" if mode == "nearest" else "half_pixel",
-        "floor",
+        "align_corners" if aligned else "asymmetric" if is_first else "half_pixel",
+        "floor" if is_first else "round_prefer_ceil",
         -0.5 if is_antialiased else -0.75,
         is_antialiased,
         antialias=is_antialiased,
