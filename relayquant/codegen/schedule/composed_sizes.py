@@ -69,7 +69,7 @@ def count_nodes(size: Any) -> int:
 
 
 def name_all(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-    """Name the sizes of all functions that have no schedule of their own."""
+    """Name the sizes of all functions."""
     found = {gv: func for gv, func in mod.functions_items() if isinstance(func, tirx.PrimFunc)}
     named = {gv: name_sizes(func) for gv, func in found.items()}
     changed = {gv: func for gv, func in named.items() if not func.same_as(found[gv])}
