@@ -373,7 +373,7 @@ class Ledger(PlainFields):
         """Return one line: what runs on integers, what the outputs lost on which samples, and what
         stays in float.
         """
-        count, macs = len(self.rows), sum(row.macs for row in self.rows)
+        count, macs = len(self.counted), sum(row.macs for row in self.rows)
         text = f"{len(self.quantized)} of {format_count(count, 'operator')} on integers"
         if macs:
             share = sum(row.macs for row in self.quantized) / macs
@@ -394,17 +394,18 @@ class Ledger(PlainFields):
 
     def describe_floating(self) -> list[str]:
         """Describe operators in float for one line: for their values, and the most frequent."""
-        wide = [row.name for row in self.floating if row.reason.startswith(WIDE_REASON)]
-        kinds = Counter(row.op for row in self.floating).most_common(3)
+        floating = [row for row in self.counted if not row.quantized]
+        wide = [row.name for row in floating if row.reason.startswith(WIDE_REASON)]
+        kinds = Counter(row.op for row in floating).most_common(3)
         found = [f"in float for the range of their values: {', '.join(wide)}"] if wide else []
-        if any(row.reason.startswith(RECOGNIZED_REASON) for row in self.floating):
+        if any(row.reason.startswith(RECOGNIZED_REASON) for row in floating):
             found.append(
                 "recognized as a transformer, so that only products are quantized "
                 '(model_type="general" quantizes all operators)'
             )
         if kinds:
             counts = ", ".join(f"{count} {op}" for op, count in kinds)
-            more = len(self.floating) - sum(count for _, count in kinds)
+            more = len(floating) - sum(count for _, count in kinds)
             found.append(f"in float: {counts}" + (f" and {more} others" if more else ""))
         return found
 
@@ -420,7 +421,7 @@ class Ledger(PlainFields):
         }
         if any(row.passed_over for row in self.rows):
             columns["passed over"] = ["; ".join(map(str, row.passed_over)) for row in self.rows]
-        count = format_count(len(self.rows), "operator")
+        count = format_count(len(self.counted), "operator")
         results = (self.guard, self.search, self.speed)
         lines = [str(seen) for seen in results if seen is not None]
         return format_html(columns, f"{len(self.quantized)} of {count} quantized", lines)
@@ -433,6 +434,14 @@ class Ledger(PlainFields):
     def quantized(self) -> tuple[LedgerRow, ...]:
         """Rows of operators that run on integers."""
         return tuple(row for row in self.rows if row.quantized)
+
+    @property
+    def counted(self) -> tuple[LedgerRow, ...]:
+        """Rows that a summary counts: all but operators that give integers in the float model, too,
+        such as sizes and indices.
+        """
+        numbers = ("int", "uint", "bool")
+        return tuple(row for row in self.rows if row.quantized or not row.dtype.startswith(numbers))
 
     @property
     def floating(self) -> tuple[LedgerRow, ...]:

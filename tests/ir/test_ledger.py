@@ -89,6 +89,18 @@ def test_ledger__refusal_changes_one_row(qmod):
     assert ledger.rows[0].quantized
 
 
+def test_ledger__summary_leaves_out_sizes_and_indices(qmod):
+    """No operator on them could be an integer one: they have rows, and are not counted."""
+    ledger = rq.ledger(qmod)
+    row, count = ledger.floating[0], len(ledger.rows)
+    sizes = [replace(row, name=f"size_{dtype}", op="shape_to_tensor", dtype=dtype)
+             for dtype in ("int64", "bool", "uint8")]  # fmt: skip
+    longer = replace(ledger, rows=(*ledger.rows, *sizes))
+    assert longer.summarize() == ledger.summarize()
+    assert f" of {count} operators on integers" in ledger.summarize()
+    assert f"of {count} operators quantized" in longer._repr_html_()
+
+
 def test_ledger__float_module_has_none():
     mod = build_model(lambda emit, x: emit.conv("out", x), MAP)
     assert find_ledger(mod) is None
