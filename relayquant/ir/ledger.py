@@ -30,6 +30,9 @@ from relayquant.ir.rewrite.function import add_functions
 
 LEDGER_ATTR = "relayquant.ledger"
 
+#: operators whose results are shapes, and how the dtypes of sizes and indices begin
+SHAPES, NUMBERS = ("shape_of", "tensor_to_shape"), ("int", "uint", "bool")
+
 #: origin of the mapping lines of operators whose values 8 bits cannot hold, and how their reason
 #: begins
 WIDE_ORIGIN = "the range of its values"
@@ -437,11 +440,14 @@ class Ledger(PlainFields):
 
     @property
     def counted(self) -> tuple[LedgerRow, ...]:
-        """Rows that a summary counts: all but operators that give integers in the float model, too,
-        such as sizes and indices.
+        """Rows that a summary counts: all but operators that give shapes, or integers in the float
+        model, too, such as indices.
         """
-        numbers = ("int", "uint", "bool")
-        return tuple(row for row in self.rows if row.quantized or not row.dtype.startswith(numbers))
+        return tuple(
+            row
+            for row in self.rows
+            if row.quantized or not (row.op in SHAPES or row.dtype.startswith(NUMBERS))
+        )
 
     @property
     def floating(self) -> tuple[LedgerRow, ...]:

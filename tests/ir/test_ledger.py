@@ -95,6 +95,7 @@ def test_ledger__summary_leaves_out_sizes_and_indices(qmod):
     row, count = ledger.floating[0], len(ledger.rows)
     sizes = [replace(row, name=f"size_{dtype}", op="shape_to_tensor", dtype=dtype)
              for dtype in ("int64", "bool", "uint8")]  # fmt: skip
+    sizes.append(replace(row, name="shape", op="tensor_to_shape", dtype=""))
     longer = replace(ledger, rows=(*ledger.rows, *sizes))
     assert longer.summarize() == ledger.summarize()
     assert f" of {count} operators on integers" in ledger.summarize()
