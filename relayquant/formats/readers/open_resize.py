@@ -72,11 +72,13 @@ class OpenAxis:
 
     @property
     def fraction(self) -> Fraction | None:
-        """The factor if the model gives it, or if it is an integer for all sizes. None: it is the
-        quotient of the sizes.
+        """The factor if it is known: the model gives it, or it is an integer for all sizes. None:
+        it is the quotient of the sizes.
         """
         if self.factor is not None:
             return Fraction(self.factor)
+        if not self.is_open:
+            return Fraction(self.result, self.size)
         quotient = Analyzer().simplify(tirx.floordiv(self.result, self.size))
         found = static_size(quotient)
         is_exact = found is not None and same_extents([self.size * found], [self.result])
@@ -85,23 +87,16 @@ class OpenAxis:
     @property
     def is_whole(self) -> bool:
         """Whether the factor is exactly the quotient of the sizes."""
-        return self.factor is None or float(self.factor).is_integer()
+        if self.factor is None or float(self.factor).is_integer():
+            return True
+        return not self.is_open and self.size * self.factor == self.result
 
 
 def scale_axis(at: int, size: Any, factor: float) -> OpenAxis:
-    """Return the axis whose size is floor(size * factor) after.
-
-    Raises:
-        Refusal: the size is symbolic, and the factor is no fraction of small integers.
-    """
+    """Return the axis whose size is floor(size * factor) after."""
     if isinstance(size, int):
         return OpenAxis(at, size, math.floor(size * factor), factor)
     exact = Fraction(factor)
-    if exact.denominator > MOST_PARTS or exact <= 0:
-        raise Refusal(
-            f"it scales the symbolic size {size} by {factor}; supported: quotients of integers up "
-            f"to {MOST_PARTS} such as 1.5, or fix that dimension with shapes="
-        )
     result = Analyzer().simplify(size * exact.numerator // exact.denominator)
     return OpenAxis(at, size, result, factor)
 
@@ -112,9 +107,16 @@ def emit_open_resize(
     """Emit a resize of symbolic sizes.
 
     Raises:
-        Refusal: integers would be interpolated, or the sampling is one of fixed sizes.
+        Refusal: integers would be interpolated, the sampling is one of fixed sizes, or a factor is
+            no quotient of small integers.
     """
     changed = [axis for axis in axes if axis.is_moved]
+    for axis in changed:
+        if axis.factor is not None and Fraction(axis.factor).denominator > MOST_PARTS:
+            raise Refusal(
+                f"it scales a symbolic size, and the size {axis.size} by {axis.factor}; supported: "
+                f"quotients of integers up to {MOST_PARTS} such as 1.5, or fix all with shapes="
+            )
     is_nearest, dtype = sampling.mode == "nearest", tensor_dtype(data)
     if not is_nearest and not dtype.startswith("float"):
         raise Refusal(f"mode {sampling.mode!r} of {dtype} data; supported: floats")
@@ -128,7 +130,9 @@ def emit_open_resize(
         raise Refusal("align_corners of a symbolic size and a factor that is no integer")
     is_picture = data.ty.ndim == 4 and all(axis.at >= 2 and axis.is_whole for axis in changed)
     if is_nearest:
-        is_picture &= repeats_elements(sampling) and all(axis.fraction for axis in changed)
+        factors = [axis.fraction for axis in changed]
+        is_picture &= all(factor and factor.denominator == 1 for factor in factors)
+        is_picture &= repeats_elements(sampling)
     if is_picture:
         results = {axis.at: axis.result for axis in changed}
         size = [results.get(at, data.ty.shape.values[at]) for at in (2, 3)]

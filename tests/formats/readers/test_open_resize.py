@@ -18,6 +18,7 @@ NEAREST = ["round_prefer_floor", "round_prefer_ceil", "floor", "ceil"]
 #: (mode, nearest_mode, rank of the data)
 SAMPLINGS = [
     *(("nearest", near, rank) for near, rank in zip(NEAREST, (4, 3, 5, 4), strict=True)),
+    ("nearest", "round_prefer_ceil", 4),
     ("linear", "", 4),
     ("linear", "", 3),
     ("linear", "", 5),
@@ -84,7 +85,7 @@ def test_resize__by_factors(mode, nearest, rank, coordinates, factors):
 @pytest.mark.parametrize(
     ("factors", "attrs", "match"),
     [
-        ((1.3, 1.3), {}, "by 1.29.*; supported: quotients of integers up to 65536 such as 1.5"),
+        ((1.3, 1.3), {}, "size h by 1.29.*; supported: quotients of integers up to 65536 such as"),
         ((2, 2), {"antialias": 1}, "antialias True and exclude_outside False; supported: half_pix"),
         ((2, 2), {"exclude_outside": 1}, "exclude_outside True; supported: .* fix the dimension"),
     ],
@@ -92,6 +93,24 @@ def test_resize__by_factors(mode, nearest, rank, coordinates, factors):
 def test_resize__of_a_symbolic_size_is_refused(factors, attrs, match):
     with pytest.raises(rq.ModelError, match=match):
         rq.load(make_resize("linear", "half_pixel", "", 4, factors, **attrs))
+
+
+@pytest.mark.parametrize("factors", [(2, 2.5, 3), (2, 1.5, 3), (1.5, 1.75, 0.5), None])
+@pytest.mark.parametrize("coordinates", ["half_pixel", "asymmetric"])
+@pytest.mark.parametrize(("mode", "nearest", "rank"), SAMPLINGS)
+def test_resize__of_a_symbolic_and_a_fixed_size(mode, nearest, rank, coordinates, factors):
+    """A fixed size has its exact factor, whatever the symbolic one has."""
+    model = make_resize(mode, coordinates, nearest, rank, factors)
+    for given in model.graph.input:
+        dims = given.type.tensor_type.shape.dim
+        for at, size in zip(range(3, rank), (6, 5) if given.name == "x" else (9, 4), strict=False):
+            dims[at].dim_value = size
+    sizes = [((5, 6, 5), (9, 9, 4)), ((1, 6, 5), (7, 9, 4))]
+    if mode == "cubic" and factors == (1.5, 1.75, 0.5):
+        with pytest.raises(rq.ModelError, match="mode 'cubic' of a symbolic size"):
+            rq.load(model)
+    else:
+        check_resize(model, rank, sizes)
 
 
 def test_resize__of_a_symbolic_batch_has_fixed_sizes():
