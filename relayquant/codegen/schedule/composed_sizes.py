@@ -16,6 +16,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.sym import Analyzer
 
+from relayquant.codegen.schedule.reshapes import is_reshape
 from relayquant.ir.rewrite.function import add_functions
 
 #: Operators after which LLVM does not see how a size is bounded.
@@ -26,12 +27,17 @@ Name = tuple[Any, Any]
 
 
 def name_sizes(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Name the composed sizes of a function's arguments. Loops have their simplified form."""
+    """Name the composed sizes of a function's arguments. Loops have their simplified form.
+
+    A function that only gives data another shape stays: TVM sees that from the sizes.
+    """
     found: list[Any] = []
     for param in func.params:
         for size in getattr(param.ty, "shape", ()):
             if is_composed(size) and not any(tvm_ffi.structural_equal(size, x) for x in found):
                 found.append(size)
+    if not found or is_reshape(func):
+        return func
     names: list[Name] = []
     for size in sorted(found, key=count_nodes):
         named = replace_sizes(size, names)  # a product of sizes that have names is no new one

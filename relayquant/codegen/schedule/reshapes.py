@@ -20,20 +20,18 @@ def rewrite_reshapes(mod: tvm.IRModule, _context: Any) -> tvm.IRModule:
     try:
         return rewrite(mod)
     except tvm.error.InternalError:
-        hidden = {gvar: func for gvar, func in mod.functions_items() if not is_analysed(func)}
+        hidden = {gvar: func for gvar, func in mod.functions_items() if is_reshape(func) is None}
     # In place of them stand functions that do nothing.
     hollow = {gvar: func.with_body(tirx.Evaluate(0)) for gvar, func in hidden.items()}
     return add_functions(rewrite(add_functions(mod, hollow)), hidden)
 
 
-def is_analysed(func: Any) -> bool:
-    """Return whether TVM can say if a function only gives data another shape."""
+def is_reshape(func: Any) -> bool | None:
+    """Return whether a function only gives data another shape. None: TVM cannot say."""
     try:
-        if isinstance(func, tirx.PrimFunc):
-            relax.analysis.has_reshape_pattern(func)
+        return isinstance(func, tirx.PrimFunc) and relax.analysis.has_reshape_pattern(func)
     except tvm.error.InternalError:
-        return False
-    return True
+        return None
 
 
 #: The pass.
