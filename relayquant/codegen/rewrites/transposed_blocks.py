@@ -1,5 +1,5 @@
-"""Transposed convolutions of images whose size is known only at run time -> convolutions that make
-blocks of pixels. Runs behind `layout`.
+"""Transposed convolutions of images whose size is known only at run time, and float ones of few
+outputs -> convolutions that make blocks of pixels. Runs behind `layout`.
 
     conv2d_transpose(x, w), strides s    ->    blocks(conv2d(x, w'))
 
@@ -28,18 +28,21 @@ from relayquant.ir.rewrite.function import mutate_functions
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 INTEGER = "relax.qnn.conv2d_transpose"
+#: Outputs below which float ones make blocks for fixed sizes, too: a vector of outputs has unused
+#: lanes, one of blocks fewer.
+FEW_OUTPUTS = 16
 #: Transposed convolutions, and the kernels' layouts of their data and weights.
 TRANSPOSED = {"relax.nn.conv2d_transpose": CONV_TRANSPOSE_LAYOUT, INTEGER: CONV_LAYOUT}
 
 
 def make_pixel_blocks(mod: tvm.IRModule) -> tvm.IRModule:
-    """Rewrite the transposed convolutions of images of free size in every function of a module."""
-    if not any(map(is_free, list_calls(mod))):
+    """Rewrite the transposed convolutions in every function of a module."""
+    if not any(map(is_block, list_calls(mod))):
         return mod
     return mutate_functions(mod, BlockMutator(mod))
 
 
-def is_free(call: Call) -> bool:
+def is_block(call: Call) -> bool:
     """Whether a transposed convolution in the kernels' layout becomes one that makes blocks."""
     name = op_name(call)
     if name not in TRANSPOSED or not makes_blocks(call):
@@ -49,17 +52,20 @@ def is_free(call: Call) -> bool:
 
 
 def makes_blocks(call: Call) -> bool:
-    """Whether a transposed convolution, in any layout, reads images of free size, all of their
-    channels, with constant weights of zero point 0.
+    """Whether a transposed convolution, in any layout, reads images of free size, or makes few
+    floats of each place: of all channels, with constant weights of zero point 0.
     """
     shape, weight = tensor_shape(call.args[0]), constant_value(call.args[1])
     if int(call.attrs.groups) != 1 or shape is None or weight is None:
         return False
     view = ConvView.of(call)
     sizes = dict(zip(view.layout, shape, strict=True))
-    if not any(isinstance(sizes[each], str) for each in "HW") or isinstance(sizes["C"], str):
+    is_integer, outputs = op_name(call) == INTEGER, weight.shape[view.kernel_layout.index("O")]
+    is_free = any(isinstance(sizes[each], str) for each in "HW")
+    is_narrow = not is_integer and outputs < FEW_OUTPUTS and max(view.as_2d().strides) > 1
+    if isinstance(sizes["C"], str) or not (is_free or is_narrow):
         return False
-    if op_name(call) == INTEGER:
+    if is_integer:
         zero = constant_value(call.args[3])
         is_served = zero is not None and not zero.any()
     else:
@@ -85,7 +91,7 @@ class BlockMutator(relax.PyExprMutator):
         visited: Any = self.visit_expr_post_order(call)
         if not isinstance(visited, Call) or not isinstance(visited.op, tvm.ir.Op):
             return visited
-        if not is_free(visited):
+        if not is_block(visited):
             return visited
         view, weight = ConvView.of(visited), constant_value(visited.args[1])
         assert weight is not None
